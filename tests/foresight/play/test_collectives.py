@@ -7,7 +7,7 @@ import pytest
 from echelon.errors import EchelonError, LaunchError
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.cluster import Cluster, Placement, hosts_of
-from echelon.foresight.play.collectives import KINDS, collective_cost, message_seconds
+from echelon.foresight.play.collectives import KINDS, collective_cost, message_cost
 from echelon.foresight.play.devices import DEVICES
 from echelon.simulation.network import Network
 from tests.helpers.traces import LINKS
@@ -90,22 +90,35 @@ def test_an_all_to_all_uses_both_kinds_of_links_at_once():
     assert found.seconds == pytest.approx(8.4e-6 + 14e-6 + 2e-6 + GIB * 56 / 64 / 47e9)
 
 
-def test_oversubscription_divides_the_bandwidth_between_hosts():
+def test_oversubscription_narrows_the_uplink_of_a_host():
     narrow = replace(H100, oversubscription=4.0)
-    wide, tight = (cost("all_gather", GIB, range(0, 64, 8), cluster).seconds for cluster in (H100, narrow))
-    assert tight == pytest.approx(wide + 3 * GIB * 7 / 8 / 47e9)
+    # Alone, a group with a member on each host has its NIC. One of all ranks has a quarter of 8 NICs.
+    assert cost("all_gather", GIB, range(0, 64, 8), narrow).seconds == cost("all_gather", GIB, range(0, 64, 8)).seconds
+    latency = 8.4e-6 + 56 * 3.4e-6 + 7 * (14e-6 + 2e-6)
+    assert cost("all_gather", GIB, range(64), narrow).seconds == pytest.approx(latency + GIB * 63 / 64 / 94e9)
     assert cost("all_gather", GIB, range(8), narrow) == cost("all_gather", GIB, range(8))
 
 
+@pytest.mark.parametrize(
+    ("group", "num_bytes", "channels"),
+    [((0, 7), 1 << 20, 16), (range(8), 1 << 20, 4), (range(8), 96 << 20, 8), ((0, 7, 8), 96 << 20, 4)],
+)
+def test_a_message_inside_a_host_has_the_channels_of_its_communicator(group, num_bytes, channels):
+    # 24 channels make 350 GB/s. Between hosts NCCL opens a channel for each 14 GB/s of a NIC.
+    found = message_cost(H100, 0, 7, num_bytes, tuple(group))
+    assert found.seconds == pytest.approx(8.4e-6 + 3.4e-6 + num_bytes / (350e9 * channels / 24))
+    assert found.blocks == channels / 24
+
+
 def test_messages_inside_and_between_hosts():
-    assert message_seconds(H100, 0, 7, 350e9) == pytest.approx(1 + 8.4e-6 + 3.4e-6)
-    assert message_seconds(H100, 0, 8, 47e9) == pytest.approx(1 + 8.4e-6 + 14e-6 + 2e-6)
+    assert message_cost(H100, 0, 7, 350e9).seconds == pytest.approx(1 + 8.4e-6 + 3.4e-6)
+    assert message_cost(H100, 0, 8, 47e9).seconds == pytest.approx(1 + 8.4e-6 + 14e-6 + 2e-6)
     # Between rails, a hop inside the host comes first.
     rails = replace(H100, rails=8)
-    assert message_seconds(rails, 0, 8, 0) == message_seconds(H100, 0, 8, 0)
-    assert message_seconds(rails, 0, 9, 0) == pytest.approx(message_seconds(H100, 0, 9, 0) + 3.4e-6)
-    assert message_seconds(LINKS, 0, 1, 30) == 3
-    assert message_seconds(LINKS, 1, 2, 30) == 31
+    assert message_cost(rails, 0, 8, 0).seconds == message_cost(H100, 0, 8, 0).seconds
+    assert message_cost(rails, 0, 9, 0).seconds == pytest.approx(message_cost(H100, 0, 9, 0).seconds + 3.4e-6)
+    assert message_cost(LINKS, 0, 1, 30).seconds == 3
+    assert message_cost(LINKS, 1, 2, 30).seconds == 31
 
 
 def test_a_kind_without_formula_is_refused():

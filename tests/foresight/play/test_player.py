@@ -54,20 +54,27 @@ def test_a_collective_begins_after_the_work_on_its_stream():
 
 
 def test_collectives_of_one_group_queue_and_those_of_two_do_not():
-    assert played(Step().collective(1, SECOND).collective(2, SECOND).wait(2)).seconds == 2
-    two = Step(groups=((0, 1), (0, 1))).collective(1, SECOND, group=0).collective(2, SECOND, group=1).wait(2)
-    assert played(two).seconds == 1
+    queued = Step().collective(1, SECOND).collective(2, SECOND).wait(2)
+    assert [span.start for span in played(queued).roles[0].communication] == [0, 1]
+    # The link to the other host, and the one inside: each passes 1 byte in a second, after one of latency, and 10.
+    two = Step(groups=((0, 2), (0, 1))).collective(1, 2, group=0).collective(2, SECOND, group=1).wait(1)
+    assert [(span.start, span.end) for span in played(two).roles[0].communication] == [(0, 1), (0, 2)]
+
+
+def beside(step):
+    """Returns the start of the kernels on the second stream."""
+    return next(run.start for run in played(step).roles[0].runs if run.stream == 1)
 
 
 def test_an_event_orders_streams():
     step = Step().kernel(2).record(7).wait_event(7, stream=1).kernel(1, stream=1)
-    assert played(step).seconds == 3
-    assert played(Step().kernel(2).wait_event(7, stream=1).kernel(1, stream=1)).seconds == 2, "never recorded"
+    assert beside(step) == 2
+    assert beside(Step().kernel(2).wait_event(7, stream=1).kernel(1, stream=1)) == 0, "never recorded"
 
 
 def test_an_event_recorded_again_means_the_later_point_only_for_later_waits():
     step = Step().kernel(1).record(7).wait_event(7, stream=1).kernel(1).record(7).kernel(5, stream=1)
-    assert played(step).seconds == 6
+    assert beside(step) == 1
 
 
 def test_the_host_waits_for_events_streams_and_all():
@@ -81,6 +88,15 @@ def test_kernels_slow_down_while_communication_takes_a_share_of_the_device():
     device = replace(PLAIN, communication_sms=5)
     # For the first second half of the device is left, so half a second of work is done.
     assert played(Step().collective(1, SECOND).kernel(2).wait(1), device=device).seconds == 2.5
+
+
+def test_communication_takes_its_share_of_the_device_while_it_waits_for_others():
+    device = replace(PLAIN, communication_sms=5)
+    late = Step(0).kernel(4).collective(1, SECOND).wait(1)
+    early = Step(1).collective(1, SECOND).kernel(2).wait(1)
+    result = played(late, early, classes=[0, 1, 0, 1], device=device)
+    assert [run.end for run in result.roles[1].runs] == [4]
+    assert result.seconds == 5
 
 
 def test_kernels_of_another_stream_delay_those_of_the_default_stream():
@@ -149,7 +165,8 @@ def test_groups_entered_in_different_orders_are_a_deadlock_if_the_stream_waits()
     # On streams of their own both go on: the host has put both on the device.
     first = Step(0, groups=groups).collective(1, 20, 0, stream=1).collective(2, 20, 1, stream=2).wait(1).wait(2)
     second = Step(1, groups=groups).collective(1, 20, 1, stream=1).collective(2, 20, 0, stream=2).wait(1).wait(2)
-    assert played(first, second, classes=[0, 1, 0, 1]).seconds == 1
+    # Over one link, both take twice as long.
+    assert played(first, second, classes=[0, 1, 0, 1]).seconds == 2
 
 
 def test_a_missing_collective_is_a_deadlock():
@@ -168,9 +185,10 @@ def test_a_device_that_is_the_host_computes_before_it_goes_on():
 
 def test_exposed_communication_is_by_group_and_line_and_counts_moments_once():
     step = Step(groups=((0, 1), (0, 1)))
-    step.collective(1, 4 * SECOND, group=0).collective(2, 4 * SECOND, group=1).kernel(1).wait(1).wait(2).kernel(1)
+    step.collective(1, 2 * SECOND, group=0).collective(2, 2 * SECOND, group=1).kernel(1).wait(1).wait(2).kernel(1)
     exposed = played(step).exposed
-    assert exposed == {Exposed("g0", "train.py:1"): 3}
+    assert sum(exposed.values()) == 3
+    assert exposed.keys() <= {Exposed("g0", "train.py:1"), Exposed("g1", "train.py:2")}
 
 
 def test_time_in_which_another_role_is_late_is_not_communication():

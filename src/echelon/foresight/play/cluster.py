@@ -36,7 +36,8 @@ class Cluster:
         local_latency: Seconds between ranks of a host for a message without bytes.
         rails: Networks between hosts to which NICs are joined, one after another. NICs of equal place on their hosts
             share a rail. 0 for a single network that joins all NICs.
-        oversubscription: Bytes per second that the NICs of a host can send, by those that leave the switch of a host.
+        oversubscription: Bytes per second that all ranks of a host can send by `bandwidth`, by those that leave it. 2
+            for hosts that have a NIC for every two ranks, or a switch with half as much bandwidth to other switches.
         links: Measured times of communication on one host, see `Device`. Empty if none were measured.
         generation: Row of NCCL's tuning tables, as in `Device`. "" for links without NCCL.
 
@@ -93,22 +94,34 @@ class Cluster:
 
     def rail_of(self, rank: int) -> int:
         """Returns the rail of a rank's NIC. 0 if there are none."""
-        first = self._firsts[self.host_of(rank) - 1] if self.host_of(rank) else 0
-        return (rank - first) % self.rails if self.rails else 0
+        return (rank - self._first_of(rank)) % self.rails if self.rails else 0
 
-    @property
-    def outward(self) -> float:
-        """Bytes per second of a rank to other hosts, when all ranks of a host send at once."""
-        return self.bandwidth / self.oversubscription
+    def nic_of(self, src: int, dst: int) -> int:
+        """Returns the rank whose NIC a message to another host leaves by: with rails, one on the receiver's rail."""
+        if self.rail_of(src) == self.rail_of(dst):
+            return src
+        first = self._first_of(src)
+        return min(first + self.rail_of(dst), first + self.hosts[self.host_of(src)] - 1)
+
+    def _first_of(self, rank: int) -> int:
+        """Returns the first rank of a rank's host."""
+        host = self.host_of(rank)
+        return self._firsts[host - 1] if host else 0
+
+    @cached_property
+    def uplink(self) -> float:
+        """Bytes per second that leave the smallest host."""
+        return min(self.hosts) * self.bandwidth / self.oversubscription
 
     def ring_bandwidth(self, placement: Placement) -> float:
         """Returns the bytes per second that pass between neighbours of a ring, over all of its channels.
 
-        Each channel leaves a host by another NIC, so a group with g members on each host uses g of them.
+        Each channel leaves a host by another NIC, so a group with g members on each host uses g of them. Other groups
+        are not there.
         """
         if placement.num_hosts == 1:
             return self.local_bandwidth
-        outward = placement.per_host * self.outward
+        outward = min(placement.per_host * self.bandwidth, self.uplink)
         return outward if placement.per_host == 1 else min(self.local_bandwidth, outward)
 
 

@@ -10,7 +10,7 @@ Without NCCL: a ring or a binary tree of messages, by their closed forms (latenc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,6 +52,16 @@ LL_MOST: Mapping[str, tuple[float, float, float]] = {
 RING_PLATEAU = 1.4
 """Latency of a ring all-reduce by Simple between hosts, by the sum of its steps. NCCL's "plateau effect"."""
 
+RING_CHANNELS = 24
+"""Channels of a ring inside a host, on NVSwitch. Each passes an equal part of its bandwidth."""
+
+_MESSAGE_CHANNELS = 32
+"""Channels for messages of all peers of a rank on its host: the next power of two."""
+_CHANNEL_BYTES = 16 << 20
+"""Bytes of a message inside a host that one channel passes at most, while more are free."""
+_CHANNEL_NETWORK = 14e9
+"""Bytes per second between hosts for which NCCL gives a peer one channel, and at least two."""
+
 ONE_WAY = ("all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter")
 KINDS = (*ONE_WAY, "all_reduce", "all_to_all", "barrier", "broadcast_rows")
 """Kinds of collectives that have a formula."""
@@ -71,6 +81,14 @@ class Cost(NamedTuple):
     algorithm: str
     protocol: str
     """"" without NCCL."""
+    local: float = 0.0
+    """Share that it takes of the bandwidth of each member's links inside its host, meanwhile: 0 to 1."""
+    nic: float = 0.0
+    """Share that it takes of each member's bandwidth to other hosts."""
+    uplink: float = 0.0
+    """Bytes that leave the host for each member on it, by those that the member could send alone."""
+    blocks: float = 1.0
+    """Multiprocessors that it takes from kernels, by those of a collective."""
 
 
 def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:
@@ -108,27 +126,62 @@ def _cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
 
 def cost_of(cluster: Cluster, trace: Trace, rank: int, entry: Collective | Message) -> Cost:
     """Returns the time of a recorded rank's communication, from the arrival of its last member."""
+    ranks = trace.groups[entry.group].ranks
     if isinstance(entry, Message):
         src, dst = (rank, entry.peer) if entry.is_send else (entry.peer, rank)
-        return Cost(message_seconds(cluster, src, dst, entry.num_bytes), "message", "")
-    return collective_cost(cluster, entry.kind, cluster.placement(trace.groups[entry.group].ranks), entry.num_bytes)
+        # Lone messages of two ranks have a communicator of their own.
+        return message_cost(cluster, src, dst, entry.num_bytes, (src, dst) if entry.batch < 0 else ranks)
+    return collective_cost(cluster, entry.kind, cluster.placement(ranks), entry.num_bytes)
 
 
-def message_seconds(cluster: Cluster, src: int, dst: int, num_bytes: float) -> float:
-    """Returns the time of a message between two ranks, from the call of the later one."""
+def message_cost(cluster: Cluster, src: int, dst: int, num_bytes: float, group: Sequence[int] = ()) -> Cost:
+    """Returns the time of a message between two ranks, from the call of the later one.
+
+    Args:
+        cluster: The cluster.
+        src, dst: The ranks.
+        num_bytes: Its bytes.
+        group: Ranks of the communicator. Empty: these two.
+    """
     is_local = cluster.host_of(src) == cluster.host_of(dst)
     if is_local and (seconds := measured_seconds(cluster.links, "message", 2, num_bytes)):
-        return seconds
-    if not cluster.generation:
-        latency, bandwidth = _link(cluster, is_local)
-        return latency + num_bytes / bandwidth
-    simple = PROTOCOLS["Simple"]
-    hops = simple.ring_local if is_local else simple.ring_remote + cluster.latency
-    bandwidth = cluster.local_bandwidth if is_local else cluster.bandwidth
-    # On rails of their own, data first goes to the neighbour on the host whose NIC is on the right rail.
-    if not is_local and cluster.rail_of(src) != cluster.rail_of(dst):
-        hops += simple.ring_local
-    return simple.ring_base + hops + num_bytes / bandwidth
+        return Cost(seconds, "message", "")
+    latency, bandwidth = _link(cluster, is_local)
+    local, blocks = 0.0, 1.0
+    if cluster.generation:
+        simple = PROTOCOLS["Simple"]
+        latency = simple.ring_base + (simple.ring_local if is_local else simple.ring_remote + cluster.latency)
+        channels = _message_channels(cluster, cluster.placement(group or (src, dst)), num_bytes)
+        blocks = min(1.0, channels / RING_CHANNELS)
+        if is_local:
+            bandwidth *= blocks
+        # On rails of their own, data first goes to the neighbour on the host whose NIC is on the right rail.
+        elif cluster.nic_of(src, dst) != src:
+            latency += simple.ring_local
+            local = bandwidth / cluster.local_bandwidth
+    moving = num_bytes / bandwidth
+    seconds = latency + moving
+    used = moving / seconds if seconds else 0.0
+    if is_local:
+        return Cost(seconds, "message", "", used * bandwidth / cluster.local_bandwidth, blocks=blocks)
+    share = used * bandwidth / cluster.bandwidth
+    return Cost(seconds, "message", "", used * local, share, share, blocks)
+
+
+def _message_channels(cluster: Cluster, placement: Placement, num_bytes: float) -> int:
+    """Returns the channels of a message, as NCCL chooses them (v2.18, src/enqueue.cc and graph/paths.cc).
+
+    A communicator has as many for each peer, so one of several hosts has few. Of 28 MB between 8 GPUs of a host, 4
+    channels make 0.75 ms on A100. Qi et al. (2024, table 9) measured 0.60 to 0.76 ms.
+    """
+    if placement.num_hosts > 1:
+        return 1 << (max(2, math.ceil(cluster.bandwidth / _CHANNEL_NETWORK)) - 1).bit_length()
+    channels = _MESSAGE_CHANNELS
+    while channels > 1 and channels * placement.num_ranks > _MESSAGE_CHANNELS:
+        channels //= 2
+    while channels < _MESSAGE_CHANNELS and num_bytes / channels > _CHANNEL_BYTES:
+        channels *= 2
+    return channels
 
 
 def measured_seconds(links: Mapping[str, Curve], kind: str, num_ranks: int, num_bytes: float) -> float:
@@ -167,7 +220,7 @@ def _nccl(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
         if both_ways and name == "Simple" and hosts > 1:
             latency *= RING_PLATEAU
         moved = num_bytes if kind in ("broadcast", "reduce", "broadcast_rows") else num_bytes * steps / ranks
-        found.append(Cost(protocol.ring_base + latency + moved / bandwidth, "ring", name))
+        found.append(_Way(protocol.ring_base + latency + moved / bandwidth, "ring", name, moved / protocol.ring_share))
         if both_ways:
             share = 7 / 9 if name == "LL128" and hosts == 1 else protocol.tree_share
             bandwidth = ring * share
@@ -177,47 +230,72 @@ def _nccl(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
             latency = 2 * (
                 (ranks / hosts - 1) * protocol.tree_local + levels * (protocol.tree_remote + cluster.latency)
             )
-            found.append(Cost(protocol.tree_base + latency + 2 * num_bytes / bandwidth, "tree", name))
-    return min(found)
+            moved = 2 * num_bytes
+            found.append(_Way(protocol.tree_base + latency + moved / bandwidth, "tree", name, moved / share))
+    way = min(found)
+    rate = way.moved / way.seconds
+    local = rate / cluster.local_bandwidth if hosts == 1 or per_host > 1 else 0.0
+    nic = rate / (per_host * cluster.bandwidth) if hosts > 1 else 0.0
+    return Cost(way.seconds, way.algorithm, way.protocol, local, nic, nic)
+
+
+class _Way(NamedTuple):
+    """Time of a collective by one algorithm and protocol."""
+
+    seconds: float
+    algorithm: str
+    protocol: str
+    moved: float
+    """Bytes that pass between neighbours, with what the protocol adds to them."""
 
 
 def _all_to_all(cluster: Cluster, placement: Placement, num_bytes: float) -> Cost:
     """An exchange with every other rank: inside the host and between hosts at once, each by its own links."""
-    ranks, hosts, _ = placement
-    local = ranks / hosts - 1
-    remote = ranks - 1 - local
-    each = num_bytes / ranks
-    seconds = local * each / cluster.local_bandwidth
+    ranks, hosts, per_host = placement
+    local = (ranks / hosts - 1) * num_bytes / ranks
+    remote = num_bytes * (ranks - 1) / ranks - local
+    seconds = local / cluster.local_bandwidth
     if hosts > 1:
-        seconds = max(seconds, remote * each / cluster.outward)
-    if not cluster.generation:
-        latency = cluster.latency if hosts > 1 else cluster.local_latency
-        return Cost((ranks - 1) * latency + seconds, "pairwise", "")
-    simple = PROTOCOLS["Simple"]
-    latency = simple.ring_base + (simple.ring_remote + cluster.latency if hosts > 1 else simple.ring_local)
-    return Cost(latency + seconds, "pairwise", "Simple")
+        seconds = max(seconds, remote / min(cluster.bandwidth, cluster.uplink / per_host))
+    if cluster.generation:
+        simple = PROTOCOLS["Simple"]
+        seconds += simple.ring_base + (simple.ring_remote + cluster.latency if hosts > 1 else simple.ring_local)
+    else:
+        seconds += (ranks - 1) * (cluster.latency if hosts > 1 else cluster.local_latency)
+    if not seconds:
+        return Cost(0.0, "pairwise", "")
+    nic = remote / cluster.bandwidth / seconds if hosts > 1 else 0.0
+    protocol = "Simple" if cluster.generation else ""
+    return Cost(seconds, "pairwise", protocol, local / cluster.local_bandwidth / seconds, nic, nic)
 
 
 def _plain(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:
     ranks = placement.num_ranks
-    latency, bandwidth = _link(cluster, placement.num_hosts == 1)
+    is_local = placement.num_hosts == 1
+    latency, bandwidth = _link(cluster, is_local)
     # The ranks of a host share its link if their rings are one: neighbours on the same host use the local one.
     rounds = math.ceil(math.log2(ranks))
     ways = 2 if kind == "all_reduce" else 1
     if kind in ("broadcast", "reduce", "broadcast_rows"):
-        tree = rounds * (latency + num_bytes / bandwidth)
-        ring = (rounds + ranks - 1) * latency + 2 * num_bytes * (ranks - 1) / ranks / bandwidth
+        tree = rounds * latency, rounds * num_bytes
+        ring = (rounds + ranks - 1) * latency, 2 * num_bytes * (ranks - 1) / ranks
     else:
-        ring = ways * (ranks - 1) * (latency + num_bytes / ranks / bandwidth)
-        tree = ways * (rounds * latency + num_bytes * (ranks - 1) / ranks / bandwidth)
+        ring = ways * (ranks - 1) * latency, ways * (ranks - 1) * num_bytes / ranks
+        tree = ways * rounds * latency, ways * num_bytes * (ranks - 1) / ranks
         if kind == "all_reduce":
-            tree = rounds * (latency + num_bytes / bandwidth)
-    return min(Cost(ring, "ring", ""), Cost(tree, "tree", ""))
+            tree = rounds * latency, rounds * num_bytes
+    seconds, algorithm, moving = min(
+        (waiting + moved / bandwidth, name, moved / bandwidth)
+        for name, (waiting, moved) in (("ring", ring), ("tree", tree))
+    )
+    used = moving / seconds if seconds else 0.0
+    if is_local:
+        return Cost(seconds, algorithm, "", used)
+    nic = used * bandwidth / cluster.bandwidth
+    return Cost(seconds, algorithm, "", 0.0, nic, nic / placement.per_host)
 
 
 def _link(cluster: Cluster, is_local: bool) -> tuple[float, float]:
-    return (
-        (cluster.local_latency, cluster.local_bandwidth)
-        if is_local
-        else (cluster.latency, cluster.bandwidth / cluster.oversubscription)
-    )
+    if is_local:
+        return cluster.local_latency, cluster.local_bandwidth
+    return cluster.latency, min(cluster.bandwidth, cluster.uplink)

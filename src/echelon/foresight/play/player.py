@@ -3,26 +3,36 @@
 Strategy: every role has a host, streams, and queues of communication, one for each group as in NCCL. The host goes
 through its operations in order and puts them on streams and queues. It waits only where the program lets it wait. A
 stream or queue does its operations in order. One that waits keeps a backlog, and goes on when the awaited event has got
-its time. An operation is done as soon as its times are known, so the order of the work here is not the order of time.
-Kernels on the default stream are slowed down by communication that was under way when they were played, and by kernels
-of other streams. If nothing can go on and something waits, the program is in a deadlock.
+its time. An operation is done as soon as its times are known.
+
+The end of kernels on the default stream depends on the communication beside them and on kernels of other streams, and
+that of communication on other communication on its links. These ends are found in the order of time, by a queue of
+events: communication takes multiprocessors, begins or ends, kernels end. Communication takes multiprocessors from the
+time on at which its own rank has come, as NCCL's kernels do, which wait on the device. At each event the rates of what
+is under way on the same device and links are set anew. If no event is left and something waits, the program is in a
+deadlock.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import gc
+import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple, TypeAlias
 
 from echelon.errors import DeadlockError
 from echelon.foresight.play.cluster import Cluster
-from echelon.foresight.play.collectives import Cost, cost_of
+from echelon.foresight.play.collectives import Cost
 from echelon.foresight.play.device import Device
+from echelon.foresight.play.job import Job
+from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
 from echelon.foresight.play.processors import play_on_processors
-from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run, lower
-from echelon.foresight.play.roles import Channel, Meeting, Roles, waiting_text
+from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run
+from echelon.foresight.play.roles import Channel, Meeting, waiting_text
 from echelon.foresight.trace import Collective, Message, Trace
 
 DEFAULT_STREAM = 0
@@ -42,26 +52,25 @@ def play(
     Raises:
         DeadlockError: ranks wait for each other for ever. It names them with their lines.
     """
-    if device.is_synchronous:
-        return play_on_processors(traces, classes, device, cluster)
-    return _Player(traces, classes, device, cluster).run()
+    was_enabled = gc.isenabled()
+    # Many small objects and hardly any garbage: to look for it would take half of the time.
+    gc.disable()
+    try:
+        job = Job(traces, classes, device, cluster)
+        return play_on_processors(job) if device.is_synchronous else _Player(job).run()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-class _Ready(NamedTuple):
+class _Ready:
     """Event that the stream of a communication's call sets."""
 
-    post: int
 
+_READY = _Ready()
 
-class _Task(NamedTuple):
-    """Operation that a stream or a queue has to do."""
-
-    operation: Run | Mark | Await | Post | _Ready
-    issued: float
-    """Time at which the host called it."""
-    number: int
-    """Index of the operation."""
-
+_Task: TypeAlias = tuple[Run | Mark | Await | Post | _Ready, float, int]
+"""(operation that a stream or a queue has to do, time at which the host called it, index of the operation)."""
 
 _Key: TypeAlias = tuple[str, int]
 """Name of a point in time: ("event", operation), ("end", entry of a communication) or ("ready", operation)."""
@@ -78,19 +87,72 @@ class _Line:
         """Tasks that wait, the first one for an event. None if there are none."""
 
 
-class _Gathering:
-    """A collective or message in which several roles meet."""
+class _Work:
+    """Kernels or communication under way: seconds that are left, at a rate."""
 
-    __slots__ = ("arrived", "cost", "end", "lines", "missing", "start")
+    __slots__ = ("left", "rate", "since", "version")
 
-    def __init__(self, missing: set[int]) -> None:
-        self.missing = missing
-        self.arrived: dict[int, float] = {}
+    def __init__(self, seconds: float, since: float) -> None:
+        self.left = seconds
+        """Time that it takes from `since` on at a rate of 1."""
+        self.since = since
+        self.rate = 1.0
+        self.version = 0
+        """Number of changes of the rate. The end that was foreseen before a change is none."""
+
+    def change(self, time: float, rate: float) -> None:
+        """Goes on at another rate."""
+        if time > self.since:
+            self.left = max(0.0, self.left - (time - self.since) * self.rate)
+            self.since = time
+        self.rate = rate
+        self.version += 1
+
+    @property
+    def end(self) -> float:
+        """Time of the end at this rate."""
+        return self.since + self.left / self.rate if self.rate else math.inf
+
+
+class _Gathering(_Work):
+    """A collective or message, of one role or of several that meet."""
+
+    __slots__ = ("cost", "end_time", "is_done", "lines", "missing", "shares", "start", "taken")
+
+    def __init__(self, missing: Iterable[int]) -> None:
+        super().__init__(0.0, 0.0)
+        self.missing = set(missing)
         self.lines: list[tuple[_Role, _Line]] = []
+        self.taken: list[_Taken] = []
+        self.shares: list[tuple[Link, float]] = []
         self.start = 0.0
-        self.end = -1.0
-        """-1 until all are there."""
+        """Time at which the last one so far has come."""
+        self.end_time = 0.0
+        self.is_done = False
         self.cost: Cost | None = None
+
+
+class _Taken(NamedTuple):
+    """Multiprocessors that communication of one role takes until it ends."""
+
+    role: _Role
+    number: int
+    """Number among the role's, so that no two are equal."""
+    left: float
+    """Share of the device that is left to kernels."""
+
+
+class _Kernels(_Work):
+    """Kernels under way on the default stream."""
+
+    __slots__ = ("issued", "role", "run", "start")
+
+    def __init__(self, role: _Role, issued: float, run: Run, start: float) -> None:
+        super().__init__(run.seconds, start)
+        self.role = role
+        self.issued = issued
+        self.run = run
+        self.start = start
 
 
 class _Role:
@@ -111,8 +173,14 @@ class _Role:
         """Number of messages so far, by their channel and side."""
         self.joined: dict[tuple[int, int], _Gathering] = {}
         """By operation and its part."""
-        self.taken: list[tuple[float, float, float]] = []
-        """(start, end, share) of the device that communication and other streams take, by start."""
+        self.kernels: _Kernels | None = None
+        """Kernels under way on the default stream."""
+        self.num_waiting = 0
+        """Streams and queues with a backlog."""
+        self.taken: dict[_Taken, None] = {}
+        """Multiprocessors that communication takes."""
+        self.num_beside = 0
+        """Kernels under way on other streams."""
         self.hosts: list[float] = []
         """Time of the host before each operation."""
         self.runs: list[RunSpan] = []
@@ -135,35 +203,56 @@ class _Role:
         return line
 
 
+# At one time, what ends makes room before the next begins.
+_END, _STREAM_END, _STREAM_BEGIN, _TAKE, _BEGIN = range(5)
+
+
 class _Player:
-    def __init__(
-        self,
-        traces: Mapping[int, Trace],
-        classes: Mapping[int, int] | Sequence[int],
-        device: Device,
-        cluster: Cluster,
-    ) -> None:
-        self._device = device
-        self._cluster = cluster
-        self._classes = classes
-        self._matches = Roles(traces, classes)
-        self._roles = {rank: _Role(rank, lower(trace, device)) for rank, trace in traces.items()}
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._device = job.device
+        self._matches = job.matches
+        self._roles = {rank: _Role(rank, program) for rank, program in job.programs.items()}
         self._gatherings: dict[tuple[Meeting | Channel, int], _Gathering] = {}
         self._arrivals: dict[tuple[Channel, bool, int], float] = {}
         """Times at which a side of a message has come, by its channel, whether it sends, and its number."""
         self._followers: dict[tuple[Channel, bool, int], list[_Gathering]] = {}
         self._woken: deque[tuple[_Role, _Line]] = deque()
-        self._communication_share = device.communication_sms / device.num_sms
+        # Kernels always keep some, since communication may wait for them.
+        self._communication_share = min(0.9, job.device.communication_sms / job.device.num_sms)
+        self._events: list[tuple[float, int, int, _Role | _Taken | _Gathering | _Kernels, int]] = []
+        self._numbers = count()
+        self._now = 0.0
 
     def run(self) -> Played:
         for role in self._roles.values():
             self._advance(role)
             self._wake_all()
+        while self._events:
+            self._now, kind, _, what, version = heappop(self._events)
+            if isinstance(what, _Role):
+                what.num_beside += 1 if kind == _STREAM_BEGIN else -1
+                self._set_rate(what)
+            elif isinstance(what, _Taken):
+                what.role.taken[what] = None
+                self._set_rate(what.role)
+            elif version != what.version:
+                continue
+            elif isinstance(what, _Kernels):
+                self._kernels_end(what)
+            elif kind == _BEGIN:
+                self._begin(what)
+            else:
+                self._end(what)
+            self._wake_all()
         waiting = [role for role in self._roles.values() if self._is_stuck(role)]
         if waiting:
             raise DeadlockError(self._explain(waiting))
-        roles = {rank: self._result(role) for rank, role in self._roles.items()}
-        return Played(roles, self._classes, self._device, self._cluster)
+        return self._job.played({rank: self._result(role) for rank, role in self._roles.items()})
+
+    def _at(self, time: float, kind: int, what: _Role | _Taken | _Gathering | _Kernels, version: int = 0) -> None:
+        if time < math.inf:
+            heappush(self._events, (time, kind, next(self._numbers), what, version))
 
     # Hosts
 
@@ -183,7 +272,7 @@ class _Player:
                 self._post(role, operation)
             else:
                 line = role.stream(operation.stream)
-                self._issue(role, line, _Task(operation, role.host, role.at))  # type: ignore[arg-type]
+                self._issue(role, line, (operation, role.host, role.at))  # type: ignore[arg-type]
                 if type(operation) is Run:
                     role.host += operation.host
             role.at += 1
@@ -196,6 +285,8 @@ class _Player:
                 return False
             role.host = max(role.host, time)
             return True
+        if wait.stream < 0 and role.num_waiting:
+            return False
         lines = [*role.streams.values(), *role.queues.values()] if wait.stream < 0 else [role.stream(wait.stream)]
         if any(line.backlog is not None for line in lines):
             return False
@@ -206,26 +297,26 @@ class _Player:
         """Puts communication on its queue. It starts after the work that its stream has so far."""
         number = role.at
         stream = role.stream(post.stream)
-        self._issue(role, stream, _Task(_Ready(number), role.host, number))
-        self._issue(role, role.queue(post.queue), _Task(post, role.host, number))
+        self._issue(role, stream, (_READY, role.host, number))
+        self._issue(role, role.queue(post.queue), (post, role.host, number))
         if post.blocking:
             for entry in post.entries:
-                self._issue(role, stream, _Task(Await(post.stream, -1, entry, entry), role.host, number))
+                self._issue(role, stream, (Await(post.stream, -1, entry, entry), role.host, number))
 
     def _issue(self, role: _Role, line: _Line, task: _Task) -> None:
         if line.backlog is not None:
             line.backlog.append(task)
         elif not self._do(role, line, task):
             line.backlog = deque([task])
+            role.num_waiting += 1
 
     # Streams and queues
 
     def _do(self, role: _Role, line: _Line, task: _Task) -> bool:
         """Does a task. Returns False if it waits for an event without time: the line is then woken by that event."""
-        operation = task.operation
+        operation, issued, number = task
         if type(operation) is Run:
-            self._kernels(role, line, task, operation)
-            return True
+            return self._kernels_begin(role, line, issued, operation)
         if type(operation) is Await:
             key = ("event", operation.event) if operation.communication < 0 else ("end", operation.communication)
             time = role.times.get(key)
@@ -237,9 +328,9 @@ class _Player:
             line.time = max(line.time, time)
             return True
         if type(operation) is Post:
-            return self._communicate(role, line, task, operation)
-        key = ("event", operation.event) if isinstance(operation, Mark) else ("ready", task.number)
-        self._set(role, key, max(line.time, task.issued))
+            return self._communicate(role, line, number, operation)
+        key = ("event", operation.event) if isinstance(operation, Mark) else ("ready", number)
+        self._set(role, key, max(line.time, issued))
         return True
 
     def _set(self, role: _Role, key: _Key, time: float) -> None:
@@ -255,42 +346,70 @@ class _Player:
                 if not self._do(role, line, line.backlog[0]):
                     break
                 line.backlog.popleft()
-            if not line.backlog:
+            if line.backlog is not None and not line.backlog:
                 line.backlog = None
+                role.num_waiting -= 1
             if role.is_waiting:
                 role.is_waiting = False
                 self._advance(role)
 
-    def _kernels(self, role: _Role, line: _Line, task: _Task, run: Run) -> None:
-        start = max(line.time, task.issued)
-        seconds = run.seconds
+    def _kernels_begin(self, role: _Role, line: _Line, issued: float, run: Run) -> bool:
+        """Begins kernels. Returns whether their end is known: only on the default stream does it depend on others."""
+        start = max(line.time, issued)
         if run.stream == DEFAULT_STREAM:
-            seconds += _lost(role.taken, start, seconds)
-        end = max(line.time + seconds, task.issued + run.least)
-        line.time = max(end, start + seconds)
-        if run.stream != DEFAULT_STREAM:
-            _insert(role.taken, (line.time - run.seconds, line.time, 1.0))
+            role.kernels = kernels = _Kernels(role, issued, run, start)
+            kernels.rate = self._rate(role)
+            self._at(kernels.end, _END, kernels)
+            return False
+        line.time = max(start + run.seconds, issued + run.least)
         role.runs.append(RunSpan(run.entries, run.stream, start, line.time))
+        self._at(line.time - run.seconds, _STREAM_BEGIN, role)
+        self._at(line.time, _STREAM_END, role)
+        return True
 
-    def _communicate(self, role: _Role, line: _Line, task: _Task, post: Post) -> bool:
-        ready = role.times.get(("ready", task.number))
+    def _kernels_end(self, kernels: _Kernels) -> None:
+        role, run = kernels.role, kernels.run
+        line = role.streams[DEFAULT_STREAM]
+        role.kernels = None
+        line.time = max(self._now, kernels.issued + run.least)
+        role.runs.append(RunSpan(run.entries, run.stream, kernels.start, line.time))
+        assert line.backlog is not None
+        line.backlog.popleft()
+        self._woken.append((role, line))
+
+    def _rate(self, role: _Role) -> float:
+        """Returns the rate of a role's kernels on the default stream."""
+        if role.num_beside:
+            return 0.0
+        return math.prod([taken.left for taken in role.taken]) if role.taken else 1.0
+
+    def _set_rate(self, role: _Role) -> None:
+        kernels = role.kernels
+        if kernels is not None and (rate := self._rate(role)) != kernels.rate:
+            kernels.change(self._now, rate)
+            self._at(kernels.end, _END, kernels, kernels.version)
+
+    def _communicate(self, role: _Role, line: _Line, number: int, post: Post) -> bool:
+        ready = role.times.get(("ready", number))
         if ready is None:
-            role.waiters.setdefault(("ready", task.number), []).append(line)
+            role.waiters.setdefault(("ready", number), []).append(line)
             return False
         begin = max(line.time, ready)
-        gatherings = [self._join(role, line, task.number, part, begin) for part in range(len(post.entries))]
-        if any(each is not None and each.end < 0 for each in gatherings):
+        gatherings = [self._join(role, line, number, part, begin) for part in range(len(post.entries))]
+        if not all(each.is_done for each in gatherings):
             return False
-        for entry, gathering in zip(post.entries, gatherings, strict=True):
-            self._end(role, line, entry, begin, gathering)
-        met = max(begin if each is None else each.start for each in gatherings)
-        for entry in post.entries:
+        line.time = max(line.time, *(each.end_time for each in gatherings))
+        met = max(each.start for each in gatherings)
+        for entry, each in zip(post.entries, gatherings, strict=True):
+            assert each.cost is not None
+            span = CommunicationSpan(entry, begin, each.start, each.end_time, each.cost.algorithm, each.cost.protocol)
+            role.communication.append(span)
             role.met[entry] = met
             self._set(role, ("end", entry), line.time)
         return True
 
-    def _join(self, role: _Role, line: _Line, number: int, part: int, begin: float) -> _Gathering | None:
-        """Returns the gathering of an operation's part, which the role joins once. None if the role meets nobody."""
+    def _join(self, role: _Role, line: _Line, number: int, part: int, begin: float) -> _Gathering:
+        """Returns the gathering of an operation's part, which the role joins once."""
         known = role.joined.get((number, part))
         if known is not None:
             return known
@@ -301,24 +420,32 @@ class _Player:
         if isinstance(entry, Message):
             self._arrive(role, entry, begin)
         encounter = self._matches.encounter(role.rank, entry)
-        if encounter is None:
+        followed = None
+        if encounter is not None:
+            gathering = self._gatherings.get(encounter.key) or _Gathering(encounter.members)
+            self._gatherings[encounter.key] = gathering
+            gathering.missing.discard(encounter.member)
+        else:
+            gathering = _Gathering(())
             followed = self._matches.followed(role.rank, entry) if isinstance(entry, Message) else None
-            if followed is None:
-                return None
-            assert isinstance(entry, Message)
-            following = role.joined[number, part] = self._follow(role, line, entry, followed, begin)
-            return following
-        gathering = self._gatherings.get(encounter.key)
-        if gathering is None:
-            gathering = self._gatherings[encounter.key] = _Gathering(set(encounter.members))
         role.joined[number, part] = gathering
-        gathering.missing.discard(encounter.member)
-        gathering.arrived[encounter.member] = begin
         gathering.lines.append((role, line))
-        if not gathering.missing:
-            gathering.cost = cost_of(self._cluster, role.trace, role.rank, entry)
+        gathering.start = max(gathering.start, begin)
+        cost, shares = self._job.price(role.trace, entry)
+        if gathering.cost is None or gathering.cost.seconds < cost.seconds:
+            gathering.cost = cost
+        gathering.shares.extend(shares)
+        if self._communication_share and cost.seconds:
+            taken = _Taken(role, next(self._numbers), 1.0 - self._communication_share * cost.blocks)
+            gathering.taken.append(taken)
+            self._at(begin, _TAKE, taken)
+        if followed is not None:
+            assert isinstance(entry, Message)
+            self._follow(role, gathering, entry, followed)
+        elif not gathering.missing:
+            if encounter is not None:
+                del self._gatherings[encounter.key]
             self._close(gathering)
-            del self._gatherings[encounter.key]
         return gathering
 
     def _arrive(self, role: _Role, message: Message, begin: float) -> None:
@@ -327,45 +454,41 @@ class _Player:
         key = channel, message.is_send, _count(role, ("arrive", channel, message.is_send))
         self._arrivals[key] = begin
         for gathering in self._followers.pop(key, ()):
-            gathering.arrived[1] = begin
+            gathering.start = max(gathering.start, begin)
             self._close(gathering)
 
-    def _follow(self, role: _Role, line: _Line, message: Message, followed: Channel, begin: float) -> _Gathering:
-        """Returns the gathering of a message whose other side meets another rank."""
+    def _follow(self, role: _Role, gathering: _Gathering, message: Message, followed: Channel) -> None:
+        """Lets a message wait for its other side, which meets another rank."""
         key = followed, not message.is_send, _count(role, ("follow", followed, message.is_send))
-        gathering = _Gathering(set())
-        gathering.arrived[0] = begin
-        gathering.lines.append((role, line))
-        gathering.cost = cost_of(self._cluster, role.trace, role.rank, message)
         if (arrived := self._arrivals.get(key)) is None:
             self._followers.setdefault(key, []).append(gathering)
         else:
-            gathering.arrived[1] = arrived
+            gathering.start = max(gathering.start, arrived)
             self._close(gathering)
-        return gathering
 
     def _close(self, gathering: _Gathering) -> None:
-        """Sets the times of a gathering in which all have come."""
+        """Lets a gathering begin in which all have come."""
+        self._at(gathering.start, _BEGIN, gathering)
+
+    def _begin(self, gathering: _Gathering) -> None:
         assert gathering.cost is not None
-        gathering.start = max(gathering.arrived.values())
-        gathering.end = gathering.start + gathering.cost.seconds
+        gathering.since, gathering.left = self._now, gathering.cost.seconds
+        self._go_on(self._job.links.begin(gathering, gathering.shares))
+
+    def _end(self, gathering: _Gathering) -> None:
+        gathering.is_done = True
+        gathering.end_time = self._now
+        self._go_on(self._job.links.end(gathering))
+        for taken in gathering.taken:
+            del taken.role.taken[taken]
+            self._set_rate(taken.role)
         self._woken.extend(gathering.lines)
 
-    def _end(self, role: _Role, line: _Line, index: int, begin: float, gathering: _Gathering | None) -> None:
-        entry = role.trace.entries[index]
-        assert isinstance(entry, Collective | Message)
-        if gathering is None:
-            cost = cost_of(self._cluster, role.trace, role.rank, entry)
-            start = begin
-            end = start + cost.seconds
-        else:
-            assert gathering.cost is not None
-            cost, start, end = gathering.cost, gathering.start, gathering.end
-        line.time = max(line.time, end)
-        span = CommunicationSpan(index, begin, start, end, cost.algorithm, cost.protocol)
-        role.communication.append(span)
-        if end > start and self._communication_share:
-            _insert(role.taken, (start, end, self._communication_share))
+    def _go_on(self, rates: Iterable[tuple[_Gathering, float]]) -> None:
+        """Lets gatherings go on at new rates."""
+        for gathering, rate in rates:
+            gathering.change(self._now, rate)
+            self._at(gathering.end, _END, gathering, gathering.version)
 
     # Results
 
@@ -379,11 +502,11 @@ class _Player:
         for role in waiting:
             for line in role.queues.values():
                 head = line.backlog[0] if line.backlog else None
-                if head is None or not isinstance(head.operation, Post):
+                if head is None or not isinstance(head[0], Post):
                     continue
-                for part, index in enumerate(head.operation.entries):
-                    gathering = role.joined.get((head.number, part))
-                    if gathering is not None and gathering.end < 0:
+                for part, index in enumerate(head[0].entries):
+                    gathering = role.joined.get((head[2], part))
+                    if gathering is not None and not gathering.is_done:
                         parts.append(waiting_text(role.rank, role.trace, index, gathering.missing))
         return "these wait for each other for ever: " + "; ".join(sorted(set(parts)))
 
@@ -405,29 +528,3 @@ def _count(role: _Role, what: object) -> int:
     number = role.calls[what]
     role.calls[what] += 1
     return number
-
-
-def _lost(taken: list[tuple[float, float, float]], start: float, seconds: float) -> float:
-    """Returns the time that kernels from `start` on lose to others that take a share of the device."""
-    end = start + seconds
-    lost = 0.0
-    # Kernels of a stream start later and later: intervals that ended before this one are never needed again.
-    while taken and taken[0][1] <= start:
-        taken.pop(0)
-    for begin, until, share in taken:
-        if begin >= end:
-            break
-        begin = max(begin, start)
-        if until <= begin:
-            continue
-        # The interval delays the kernels by its share, at most until they have done their work beside it.
-        delay = (until - begin) * share
-        if share < 1:
-            delay = min(delay, (end - begin) * share / (1 - share))
-        end += delay
-        lost += delay
-    return lost
-
-
-def _insert(taken: list[tuple[float, float, float]], interval: tuple[float, float, float]) -> None:
-    taken.insert(bisect_left(taken, interval), interval)

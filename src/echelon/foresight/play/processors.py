@@ -2,25 +2,26 @@
 
 Strategy. A host computes its kernels itself, in order. Communication goes on beside it, in one queue for each group,
 and takes a processor of each member as well, unless it goes to another host. While more of these compute on a host than
-it has processors, all of them are slowed down alike (processor sharing). Time goes from one event to the next: the end
-of kernels or of communication.
+it has processors, all of them are slowed down alike (processor sharing). Communication is also slowed down where its
+links are too full; the slower of both rates counts. Time goes from one event to the next: the end of kernels or of
+communication.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
 from echelon.errors import DeadlockError
-from echelon.foresight.play.cluster import Cluster
-from echelon.foresight.play.collectives import Cost, cost_of
-from echelon.foresight.play.device import Device
+from echelon.foresight.play.collectives import Cost
+from echelon.foresight.play.job import Job
+from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
-from echelon.foresight.play.program import Await, Mark, Post, Program, Run, lower
-from echelon.foresight.play.roles import Channel, Meeting, Roles, waiting_text
+from echelon.foresight.play.program import Await, Mark, Post, Program, Run
+from echelon.foresight.play.roles import Channel, Meeting, waiting_text
 from echelon.foresight.trace import Collective, Message, Trace
 
 _DEFAULT_STREAM = 0
@@ -28,21 +29,18 @@ _EPSILON = 1e-15
 """Seconds of work below which a job is done: rounding leaves such rests."""
 
 
-def play_on_processors(
-    traces: Mapping[int, Trace], classes: Mapping[int, int] | Sequence[int], device: Device, cluster: Cluster
-) -> Played:
+def play_on_processors(job: Job) -> Played:
     """Plays one step of all ranks; see `echelon.foresight.play.player.play`.
 
     Raises:
         DeadlockError: ranks wait for each other for ever. It names them with their lines.
     """
-    player = _Player(traces, classes, device, cluster)
+    player = _Player(job)
     player.run()
-    roles = {rank: role.result() for rank, role in player.roles.items()}
-    return Played(roles, classes, device, cluster)
+    return job.played({rank: role.result() for rank, role in player.roles.items()})
 
 
-@dataclass
+@dataclass(eq=False)
 class _Communication:
     """A collective or message, from the arrival of its first member on."""
 
@@ -52,6 +50,7 @@ class _Communication:
     """Whether all members are on one host, whose processors move the bytes."""
     members: list[tuple[_Role, _Posted, int]] = field(default_factory=list)
     """(role, its call, the call's part)."""
+    shares: list[tuple[Link, float]] = field(default_factory=list)
     begun: float = -1.0
     remaining: float = 0.0
 
@@ -118,21 +117,11 @@ _Shares: TypeAlias = Counter[int]
 
 
 class _Player:
-    def __init__(
-        self,
-        traces: Mapping[int, Trace],
-        classes: Mapping[int, int] | Sequence[int],
-        device: Device,
-        cluster: Cluster,
-    ) -> None:
-        self._device = device
-        self._cluster = cluster
-        self._matches = Roles(traces, classes)
-        self.roles = {rank: _Role(rank, lower(trace, device)) for rank, trace in traces.items()}
-        self._members: dict[int, _Shares] = {rank: Counter() for rank in traces}
-        """Ranks of each role, by host."""
-        for rank in range(cluster.world_size):
-            self._members[classes[rank]][cluster.host_of(rank)] += 1
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._matches = job.matches
+        self._members = job.members
+        self.roles = {rank: _Role(rank, program) for rank, program in job.programs.items()}
         self._gathering: dict[tuple[Meeting | Channel, int], _Communication] = {}
         self._running: list[_Communication] = []
         self._time = 0.0
@@ -164,13 +153,10 @@ class _Player:
             if each.is_local:
                 for role in {id(member): member for member, _, _ in each.members}.values():
                     asked.update(self._members[role.rank])
-        cores = self._device.cores
+        cores = self._job.device.cores
         rates = {host: min(1.0, cores / count) if cores else 1.0 for host, count in asked.items()}
         speeds = {rank: min(rates.get(host, 1.0) for host in hosts) for rank, hosts in self._members.items()}
-        of_running = [
-            min(speeds[member.rank] for member, _, _ in each.members) if each.is_local else 1.0
-            for each in self._running
-        ]
+        of_running = [self._rate(each, speeds) for each in self._running]
         pause = min(
             [role.remaining / speeds[role.rank] for role in computing]
             + [each.remaining / speed for each, speed in zip(self._running, of_running, strict=True)]
@@ -191,6 +177,13 @@ class _Player:
                 role.computes = None
                 self._advance(role)
         return True
+
+    def _rate(self, communication: _Communication, speeds: Mapping[int, float]) -> float:
+        """Returns the speed of communication, by that alone and on free processors."""
+        rate = self._job.links.rate(communication)
+        if not communication.is_local:
+            return rate
+        return min(rate, *(speeds[role.rank] for role, _, _ in communication.members))
 
     def _advance(self, role: _Role) -> None:
         """Lets the host of a role go on until it computes or waits."""
@@ -250,14 +243,15 @@ class _Player:
             assert isinstance(entry, Collective | Message)
             encounter = self._matches.encounter(role.rank, entry)
             found = None if encounter is None else self._gathering.get(encounter.key)
+            price = self._job.price(role.trace, entry)
             if found is None:
-                cost = cost_of(self._cluster, role.trace, role.rank, entry)
                 ranks = role.trace.groups[entry.group].ranks
                 if isinstance(entry, Message):
                     ranks = (role.rank, entry.peer if entry.peer >= 0 else role.rank)
-                is_local = self._cluster.placement(ranks).num_hosts == 1
-                found = _Communication(set() if encounter is None else set(encounter.members), cost, is_local)
+                is_local = self._job.cluster.placement(ranks).num_hosts == 1
+                found = _Communication(set() if encounter is None else set(encounter.members), price.cost, is_local)
             found.members.append((role, posted, part))
+            found.shares += price.shares
             if encounter is not None:
                 found.missing.discard(encounter.member)
                 self._gathering[encounter.key] = found
@@ -265,10 +259,12 @@ class _Player:
                     del self._gathering[encounter.key]
             if not found.missing:
                 found.begun, found.remaining = self._time, found.cost.seconds
+                self._job.links.begin(found, found.shares)
                 self._running.append(found)
 
     def _end(self, communication: _Communication) -> None:
         cost = communication.cost
+        self._job.links.end(communication)
         for role, posted, part in communication.members:
             index = posted.post.entries[part]
             role.spans.append(
