@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon._torch_private.distributed import resolve_process_group
+from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
 from echelon.foresight.record.exchange import RecordingBackend
 from echelon.foresight.record.here import Recording, recording_here
@@ -268,6 +269,7 @@ _FUNCTIONAL_OPS = {"avg": "mean"}
 def functional_collective(
     log: Log,
     memory: Memory,
+    results: FakeResults,
     func: Any,
     name: str,
     inputs: Sequence[Tensor],
@@ -279,8 +281,8 @@ def functional_collective(
         number = log.pending.pop(memory.number(args[0]), None)
         if number is not None:
             log.entries.append(Wait(log.stream, number, log.place()))
-        return func(*args, **kwargs)
-    out = func(*args, **kwargs)
+        return results.run(func, args, kwargs)
+    out = results.run(func, args, kwargs)
     outputs = list(_tensors((out,)))
     words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
     group = resolve_process_group(words[-1])

@@ -89,7 +89,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.role == "kernel":
             return self._kernel(func, facts, inputs, args, kwargs)
         if facts.role == "collective":
-            return functional_collective(self.log, self.memory, func, facts.name, inputs, args, kwargs)
+            return functional_collective(self.log, self.memory, self._results, func, facts.name, inputs, args, kwargs)
         return self._read(facts, args)
 
     def _read(self, facts: Operator, args: Sequence[Any]) -> object:

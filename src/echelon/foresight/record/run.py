@@ -268,11 +268,15 @@ class _Run:
                 self._world.scheduler.is_ending = True
                 self._world.scheduler.cancel()
         finally:
-            self._end()
+            self._end(rank)
 
-    def _end(self) -> None:
+    def _end(self, rank: int) -> None:
         self._num_left -= 1
+        self._steps.pop(rank, None)
         if self._num_left == 0 and not self._failures and self._world.scheduler.error is None:
+            # Objects of these ranks are not looked at again: otherwise the collector takes longer with each rank.
+            gc.collect()
+            gc.freeze()
             self._start_chosen()
         if self._num_left == 0:
             self._world.scheduler.is_ending = True
