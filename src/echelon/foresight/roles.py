@@ -228,7 +228,9 @@ class Roles:
             messages = _messages(self.traces[rank])
             for peer in self._unrecorded(messages):
                 theirs = _messages(self.traces[roles[peer]]).get(rank + roles[peer] - peer, [])
-                if [_answer(each) for each in messages[peer]] != theirs:
+                answers = [each._replace(is_send=not each.is_send) for each in messages[peer]]
+                # Each direction has an order of its own. False comes before true, and the order stays otherwise.
+                if sorted(answers, key=_direction) != sorted(theirs, key=_direction):
                     found.add(peer)
         return found
 
@@ -274,10 +276,6 @@ def _messages(trace: Trace) -> dict[int, list[_Sent]]:
     return found
 
 
-def _answer(message: _Sent) -> _Sent:
-    return message._replace(is_send=not message.is_send)
-
-
 class _Sent(NamedTuple):
     """Facts of a message that both sides share, but for its direction."""
 
@@ -285,3 +283,7 @@ class _Sent(NamedTuple):
     tag: int
     num_bytes: int
     dtype: str
+
+
+def _direction(message: _Sent) -> bool:
+    return message.is_send
