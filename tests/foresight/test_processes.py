@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -63,16 +64,18 @@ from tests.foresight.test_pipelines import pipeline
 
 parent, mark = os.getpid(), mmap.mmap(-1, 32)
 
-def main(group):
-    mark[group.rank] = 1 + (os.getpid() != parent)
-    if "fails" in sys.argv and group.rank == 31:
+def main():
+    rank = int(os.environ["RANK"])
+    mark[rank] = 1 + (os.getpid() != parent)
+    print("rank", rank)
+    if "fails" in sys.argv and rank == 31:
         raise ValueError("of the program")
     pipeline(4, "Interleaved1F1B" if "ring" in sys.argv else "1F1B", microbatches=4)
 
 found = []
 for most in (1, 1 << 60):
     mark[:] = bytes(32)
-    with patch.object(run, "MANY_ENTRIES", most):
+    with patch.object(run, "MANY_ENTRIES", most), patch.object(run, "MANY_RANKS", most):
         try:
             seen = echelon.foresee(main, 32)
         except ValueError as error:
@@ -90,7 +93,8 @@ print(json.dumps(found))
 def test_traces_and_errors_are_those_of_one_process(word):
     done = subprocess.run([sys.executable, "-c", PROGRAM, word], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    (forked, result, error), (alone, result_alone, error_alone) = json.loads(done.stdout.splitlines()[-1])
+    *printed, found = done.stdout.splitlines()
+    (forked, result, error), (alone, result_alone, error_alone) = json.loads(found)
     assert 2 in forked
     assert 2 not in alone
     if word == "fails":
@@ -100,3 +104,5 @@ def test_traces_and_errors_are_those_of_one_process(word):
     else:
         assert result == result_alone
         assert [each > 0 for each in forked] == [each > 0 for each in alone]
+        assert set(forked) == {0, 2}
+        assert Counter(printed) == {f"rank {rank}": 2 for rank, each in enumerate(forked) if each}

@@ -9,16 +9,18 @@ errors are those of one process. Traces are, too, because values that ranks exch
 
 from __future__ import annotations
 
+import importlib
 import marshal
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
-from os import _exit, fork, kill, waitpid
+from os import _exit, dup2, fork, fstat, kill, pread, waitpid
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -74,9 +76,13 @@ class Children:
         """Receives that children wait for."""
         self._sent: defaultdict[Route, list[Tensor | None]] = defaultdict(list)
         """Values that children have sent."""
+        self._printed: dict[int, Sequence[bytes]] = {}
 
     def run(self, ranks: Sequence[int]) -> dict[int, Recorded] | None:
-        """Records ranks, and senders that they wait for. None if one cannot be recorded in a process of its own."""
+        """Records ranks, and senders that they wait for. None if one cannot be recorded in a process of its own.
+
+        Children's output is printed in the order of their ranks in the end. It is dropped if there is no result.
+        """
         self._left.extend(ranks)
         self._begun.update(ranks)
         found: dict[int, Recorded] = {}
@@ -96,6 +102,9 @@ class Children:
         for route, values in self._sent.items():
             for value in values:
                 self._mail.send(route, value)
+        for _, printed in sorted(self._printed.items()):
+            for stream, text in zip((sys.stdout, sys.stderr), printed, strict=True):
+                stream.write(text.decode(errors="replace"))
         return found
 
     def _take(self, line: Connection, found: dict[int, Recorded]) -> None:
@@ -109,9 +118,12 @@ class Children:
                     self._answer(other, route, number)
         elif kind == "receive":
             self._answer(line, _route(rest[0]), rest[1])
+        elif kind == "modules":
+            _import(rest[0])
         else:
             child = self._children.pop(line)
             found[child.rank] = Recorded(unpacked(rest[0]), dict(rest[1]))
+            self._printed[child.rank] = rest[2]
             line.close()
             waitpid(child.pid, 0)
 
@@ -143,12 +155,16 @@ class Children:
         try:
             for other in self._children:
                 other.close()
-            self._mail.line = _LineToParent(line)
-            with cores_of_thread(self._cores):
+            self._mail.line = to_parent = _LineToParent(line)
+            with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, cores_of_thread(self._cores):
+                dup2(out.fileno(), 1)
+                dup2(errors.fileno(), 2)
                 found = self._record(rank)
-                line.send_bytes(marshal.dumps(("trace", packed(found.trace), list(found.facts.items()))))
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+                to_parent.tell_modules()
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                printed = [_content(file.fileno()) for file in (out, errors)]
+                line.send_bytes(marshal.dumps(("trace", packed(found.trace), list(found.facts.items()), printed)))
             status = 0
         finally:
             # Without the parent's exit functions, and without its `finally` blocks.
@@ -168,13 +184,32 @@ class Children:
 class _LineToParent(Line):
     def __init__(self, line: Connection) -> None:
         self._line = line
+        self._before = frozenset(sys.modules)
+
+    def tell_modules(self) -> None:
+        """Tells the modules of torch that the program has imported, so that later children need not import them."""
+        if news := [name for name in sys.modules if name.startswith("torch.") and name not in self._before]:
+            self._before = frozenset(sys.modules)
+            self._line.send_bytes(marshal.dumps(("modules", news)))
 
     def tell(self, route: Route, value: Tensor | None) -> None:
         self._line.send_bytes(marshal.dumps(("sent", tuple(route), _packed_tensor(value))))
 
     def ask(self, route: Route, number: int) -> Tensor | None:
+        self.tell_modules()
         self._line.send_bytes(marshal.dumps(("receive", tuple(route), number)))
         return _unpacked_tensor(marshal.loads(self._line.recv_bytes()))
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in sys.modules:
+            with suppress(ImportError):  # some modules of torch are no files
+                importlib.import_module(name)
+
+
+def _content(file: int) -> bytes:
+    return pread(file, fstat(file).st_size, 0)
 
 
 def _route(values: Sequence[Any]) -> Route:

@@ -61,6 +61,8 @@ _BACKEND = "echelon-recorded"
 
 MANY_ENTRIES = 20_000
 """Entries of ranks that are recorded in child processes: some seconds. A fork takes some hundredths of one."""
+MANY_RANKS = 16
+"""Ranks of a world of which even the first ones are recorded in child processes."""
 
 Choose: TypeAlias = Callable[[Mapping[int, Trace]], Sequence[int]]
 """Function that returns the ranks to record next, of the traces by rank so far."""
@@ -253,13 +255,14 @@ class _Run:
         return True
 
     def _is_worth_forking(self, ranks: Sequence[int]) -> bool:
-        if not self.traces or not self._may_fork or self._exchange.undelivered.is_used:
+        if not self._may_fork or self._exchange.undelivered.is_used or len(self.calls.cores) < 2 or not can_fork():
             return False
+        if not self.traces:  # it is not known yet how long the program is, and whether it is a pipeline
+            return len(self._request.hosts) > MANY_RANKS and not self._request.call.takes_group
         entries = [entry for trace in self.traces.values() for entry in trace.entries]
         # The last stage of a pipeline brings in all stages before it.
         num_ranks = 2 if len(ranks) == 1 and any(isinstance(entry, Message) for entry in entries) else len(ranks)
-        is_long = num_ranks > 1 and num_ranks * len(entries) > MANY_ENTRIES * len(self.traces)
-        return is_long and len(self.calls.cores) > 1 and can_fork()
+        return num_ranks > 1 and num_ranks * len(entries) > MANY_ENTRIES * len(self.traces)
 
     def _record_alone(self, rank: int) -> Recorded:
         """Records one rank in a child process."""
