@@ -68,6 +68,10 @@ def main():
     rank = int(os.environ["RANK"])
     mark[rank] = 1 + (os.getpid() != parent)
     print("rank", rank)
+    with open("note.txt", "w") as file:  # which is skipped, and read back
+        file.write(str(rank))
+    with open("note.txt") as file:
+        assert file.read() == str(rank)
     if "fails" in sys.argv and rank == 31:
         raise ValueError("of the program")
     pipeline(4, "Interleaved1F1B" if "ring" in sys.argv else "1F1B", microbatches=4)

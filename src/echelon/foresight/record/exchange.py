@@ -73,7 +73,11 @@ class Exchange:
         return self._calls.setdefault((context, ranks, sequence), _Call())
 
     def facts(self, rank: int | None = None) -> dict[tuple[Any, ...], str]:
-        """Returns a digest of what was contributed to each collective, by one rank. None: by any, if all are equal."""
+        """Returns a digest of a rank's contribution to each collective.
+
+        Args:
+            rank: the rank. None: any one. The digest is empty if their contributions differ.
+        """
         found: dict[tuple[Any, ...], str] = {}
         for key, call in self._calls.items():
             ranks = key[1]

@@ -104,7 +104,8 @@ class Children:
                 self._mail.send(route, value)
         for _, printed in sorted(self._printed.items()):
             for stream, text in zip((sys.stdout, sys.stderr), printed, strict=True):
-                stream.write(text.decode(errors="replace"))
+                if stream is not None:
+                    stream.write(text.decode(errors="replace"))
         return found
 
     def _take(self, line: Connection, found: dict[int, Recorded]) -> None:
@@ -142,8 +143,7 @@ class Children:
 
     def _fork(self, rank: int) -> None:
         near, far = Pipe()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        _flush()
         if not (pid := fork()):
             self._be_child(rank, far)
         far.close()
@@ -161,8 +161,7 @@ class Children:
                 dup2(errors.fileno(), 2)
                 found = self._record(rank)
                 to_parent.tell_modules()
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
+                _flush()
                 printed = [_content(file.fileno()) for file in (out, errors)]
                 line.send_bytes(marshal.dumps(("trace", packed(found.trace), list(found.facts.items()), printed)))
             status = 0
@@ -199,6 +198,12 @@ class _LineToParent(Line):
         self.tell_modules()
         self._line.send_bytes(marshal.dumps(("receive", tuple(route), number)))
         return _unpacked_tensor(marshal.loads(self._line.recv_bytes()))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as in a program without a terminal
+            stream.flush()
 
 
 def _import(names: Sequence[str]) -> None:

@@ -258,7 +258,9 @@ class _Run:
         if not self._may_fork or self._exchange.undelivered.is_used or len(self.calls.cores) < 2 or not can_fork():
             return False
         if not self.traces:  # it is not known yet how long the program is, and whether it is a pipeline
-            return len(self._request.hosts) > MANY_RANKS and not self._request.call.takes_group
+            # A function that takes a group is written for Echelon, whose ranks need each other's values.
+            is_ordinary = isinstance(self._request.fn, ProgramWithStates) or not self._request.call.takes_group
+            return is_ordinary and len(self._request.hosts) > MANY_RANKS
         entries = [entry for trace in self.traces.values() for entry in trace.entries]
         # The last stage of a pipeline brings in all stages before it.
         num_ranks = 2 if len(ranks) == 1 and any(isinstance(entry, Message) for entry in entries) else len(ranks)
@@ -273,7 +275,7 @@ class _Run:
         return Recorded(self.traces[rank], self._exchange.facts(rank))
 
     def _have_equal_values(self, found: Iterable[Recorded]) -> bool:
-        """Whether all ranks have contributed equal values to collectives, so that none misses those of another."""
+        """Whether all ranks have contributed equal values to collectives, so that none misses values of others."""
         known = self._exchange.facts() | self._facts
         for each in found:
             for key, fact in each.facts.items():
