@@ -1,9 +1,11 @@
 """Few ranks are recorded, and all that differ among them."""
 
+from typing import NamedTuple
+
 import pytest
 
 from echelon.foresight.roles import Roles
-from echelon.foresight.trace import Group, Kernel, Trace
+from echelon.foresight.trace import Group, Kernel, Message, Trace
 
 
 def trace(rank, world_size, flops):
@@ -22,4 +24,51 @@ def test_ranks_that_differ_are_found_by_few_records(special, most):
         roles.add({rank: trace(rank, 64, 1 + (rank in special)) for rank in ranks})
     for rank, role in enumerate(roles.classes):
         assert (role in special) == (rank in special)
+    assert len(roles.traces) <= most
+
+
+PP, DP, TP = 8, 16, 8
+
+
+class Point(NamedTuple):
+    stage: int
+    dp: int
+    tp: int
+
+
+def point(rank):
+    return Point(rank // (DP * TP), rank // TP % DP, rank % TP)
+
+
+def grid_trace(rank, is_odd):
+    """Trace of a rank of a grid of pipelines, data and tensor parallelism, which sends to the next stage."""
+    at = point(rank)
+    along = (
+        range(rank % (DP * TP), PP * DP * TP, DP * TP),
+        range(at.stage * DP * TP + at.tp, (at.stage + 1) * DP * TP, TP),
+        range(rank - at.tp, rank - at.tp + TP),
+    )
+    groups = tuple(Group(tuple(ranks), name) for ranks, name in zip(along, ("pp", "dp", "tp"), strict=True))
+    peers = [(each, each > rank) for each in (rank - DP * TP, rank + DP * TP) if each in along[0]]
+    messages = [Message(0, 1, sends, peer, 0, 0, 8, "float32", False, -1, "forward", 0, -1) for peer, sends in peers]
+    flops = 1 + 2 * at.stage + is_odd(at)
+    kernel = Kernel(0, "mm", "matmul", flops, "float32", (1, 2, 2, 2), (), (), 1, "forward", 0, -1)
+    return Trace(rank, PP * DP * TP, (kernel, *messages) * 700, (), groups, ("train.py:1",), (), is_step=True)
+
+
+GRIDS = {
+    "stages": (lambda at: at.stage < 0, 15),
+    "a rank that prints": (lambda at: at == (7, 0, 0), 17),
+    "a stage that is uneven": (lambda at: at.stage == 7 and at.dp >= 5, 24),
+    "tensor parallel ranks": (lambda at: at.tp >= 4, 40),
+}
+
+
+@pytest.mark.parametrize(("is_odd", "most"), GRIDS.values(), ids=GRIDS)
+def test_ranks_of_a_grid_are_found_by_few_records(is_odd, most):
+    roles = Roles(PP * DP * TP)
+    while ranks := roles.next_ranks():
+        roles.add({rank: grid_trace(rank, is_odd) for rank in ranks})
+    for rank, role in enumerate(roles.classes):
+        assert (point(rank).stage, is_odd(point(rank))) == (point(role).stage, is_odd(point(role)))
     assert len(roles.traces) <= most

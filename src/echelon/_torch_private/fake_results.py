@@ -86,7 +86,7 @@ def _is_repeatable(func: Any) -> bool:
     """Whether the form of an operator's result depends on nothing but its arguments' forms."""
     return (
         isinstance(func, torch._ops.OpOverload)
-        and func.namespace == "aten"
+        and func.namespace in ("aten", "_c10d_functional")
         and not _DEPENDENT.intersection(func.tags)
         and not func.overloadpacket.__name__.startswith("lift")  # values of constants
     )

@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 
 from echelon.foresight.record.calls import Answers, OtherCalls
+from echelon.foresight.record.processes import has_device_threads
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.record.steps import Timing
 from echelon.foresight.trace import Trace
@@ -38,6 +39,9 @@ def measured(
         calls: their calls.
         at_once: ranks that run at once.
     """
+    if not hasattr(os, "fork") or has_device_threads():
+        reason = "this process cannot be copied"
+        return {rank: _timed(trace, calls[rank], reason) for rank, trace in traces.items()}
     found: dict[int, Trace] = {}
     ranks = list(traces)
     for first in range(0, len(ranks), at_once):

@@ -2,9 +2,10 @@
 
 A rank is a point in the grid that the groups of recorded ranks span, such as data parallel x tensor parallel. Along
 each axis both ends are recorded. If they do the same, all points between them are taken to do the same; if not, the
-axis is divided: next to its first point, next to its last one, then in the middle, and so on. A rank off the axes has
-the role of the point with the first coordinates of its intervals. One random rank of each role, which has not stood for
-others yet, is recorded in confirmation.
+axis is divided: next to its first point, next to its last one, then in the middle, and so on. This divides the grid
+into boxes, each with the role of its corner. Random ranks are recorded in confirmation: one in each box, but one for
+all boxes in the middle of an axis, such as the stages of a pipeline between the first and the last one. Where a random
+rank differs from its corner, its box alone is divided in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -60,6 +61,17 @@ def axes_of(trace: Trace) -> tuple[Axis, ...]:
     return tuple(reversed(axes))
 
 
+class Box(NamedTuple):
+    """Part of the grid: a range of coordinates along each axis."""
+
+    ranges: tuple[range, ...]
+
+    @property
+    def corner(self) -> tuple[int, ...]:
+        """First point."""
+        return tuple(each.start for each in self.ranges)
+
+
 @dataclass
 class Roles:
     """Recorded ranks so far, and the choice of the next ones."""
@@ -71,10 +83,8 @@ class Roles:
     classes: tuple[int, ...] = ()
     """Rank of the role that stands for each rank. Empty until all roles are known."""
     _axes: tuple[Axis, ...] | None = None
-    _cuts: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Coordinates at which an interval begins because a confirmation failed, by axis."""
-    _confirmed: set[int] = field(default_factory=set)
-    """Roles of which a random rank was confirmed."""
+    _random: set[int] = field(default_factory=set)
+    """Ranks that were chosen at random."""
 
     def add(self, traces: Mapping[int, Trace]) -> None:
         """Adds recorded ranks."""
@@ -89,77 +99,119 @@ class Roles:
             return [0]
         num_entries = sum(len(trace.entries) for trace in self.traces.values()) / len(self.traces)
         if self.world_size <= _FEW_RANKS and num_entries * self.world_size <= _FEW_ENTRIES:
-            missing = [rank for rank in range(self.world_size) if rank not in self.traces]
-            if not missing:
+            left = sorted(self._unrecorded(range(self.world_size)))
+            if not left:
                 self._fold(range(self.world_size))
-            return missing
+            return left
         if self._axes is None:
             self._axes = axes_of(self.traces[min(self.traces)])
-        intervals = []
-        for number, axis in enumerate(self._axes):
-            found, missing = self._intervals(number, axis)
-            if missing:
-                return missing
-            intervals.append(found)
-        if math.prod(map(len, intervals)) > _MOST_POINTS:
-            intervals = [found[:1] for found in intervals]
-        points = [self._rank(point) for point in product(*intervals)]
-        if missing := self._unrecorded([*points, *self._peers()]):
-            return missing
-        roles = [self._rank(self._nearest(intervals, rank)) for rank in range(self.world_size)]
+        grid = Box(tuple(range(axis.size) for axis in self._axes))
+        boxes, missing = self._divided(grid)
+        if missing:
+            # One random rank at once, so that it need not be waited for later.
+            return sorted(missing | (set() if self._random else self._drawn(range(self.world_size), missing)))
+        leaves = [leaf for box in boxes for leaf in self._leaves(box, missing)]
+        if missing:
+            return sorted(missing)
+        roles = [0] * self.world_size
+        for leaf in leaves:
+            for rank in self._ranks(leaf):
+                roles[rank] = self._speaker(leaf)
         self._fold(roles)
-        return self._confirmation(roles)
+        return sorted(self._unanswered(roles)) or sorted(self._confirmation(boxes))
 
-    def _intervals(self, number: int, axis: Axis) -> tuple[list[int], list[int]]:
-        """Returns the first coordinates of an axis's intervals, or the ranks that have to be recorded to know them."""
+    # Boxes
+
+    def _divided(self, box: Box, cut: tuple[int, int] | None = None) -> tuple[list[Box], set[int]]:
+        """Divides a box by its axes. Returns its parts, or the ranks that have to be recorded before.
+
+        Args:
+            box: the part of the grid.
+            cut: number of an axis, and a coordinate that becomes a range of its own.
+        """
+        missing: set[int] = set()
+        divisions = []
+        for number in range(len(box.ranges)):
+            cuts = {cut[1], cut[1] + 1} if cut is not None and cut[0] == number else set()
+            division, unknown = self._division(box, number, cuts & set(box.ranges[number]))
+            divisions.append(division)
+            missing.update(unknown)
+        if missing:
+            return [], missing
+        if math.prod(map(len, divisions)) > _MOST_POINTS:
+            return [box], set()
+        parts = [Box(ranges) for ranges in product(*divisions)]
+        return parts, self._unrecorded(map(self._speaker, parts))
+
+    def _division(self, box: Box, number: int, cuts: set[int]) -> tuple[list[range], set[int]]:
+        """Returns the parts of a box's range along one axis, or the ranks that have to be recorded before."""
+        along = box.ranges[number]
 
         def rank(coordinate: int) -> int:
-            return coordinate * axis.stride
+            return self._rank((*box.corner[:number], coordinate, *box.corner[number + 1 :]))
 
-        edges = sorted({0, axis.size - 1, *(each for each in self._cuts[number] if each < axis.size)})
+        edges = sorted({along[0], along[-1], *cuts})
         if missing := self._unrecorded(map(rank, edges)):
             return [], missing
-        begins, index = [0], 0
+        begins, index = [along[0]], 0
         while index < len(edges) - 1:
             low, high = edges[index], edges[index + 1]
             if self.digests[rank(low)] != self.digests[rank(high)]:
                 if high - low > 1:
                     # Often the first or the last rank alone differs, as one that prints.
-                    middle = low + 1 if low == 0 else high - 1 if high == axis.size - 1 else (low + high) // 2
+                    middle = low + 1 if low == along[0] else high - 1 if high == along[-1] else (low + high) // 2
                     if missing := self._unrecorded([rank(middle)]):
                         return [], missing
                     edges.insert(index + 1, middle)
                     continue
                 begins.append(high)
-            elif high in self._cuts[number]:
+            elif high in cuts:
                 begins.append(high)
             index += 1
-        return begins, []
+        return [range(begin, end) for begin, end in pairwise([*begins, along.stop])], set()
 
-    def _nearest(self, intervals: Sequence[Sequence[int]], rank: int) -> list[int]:
+    def _leaves(self, box: Box, missing: set[int]) -> list[Box]:
+        """Returns the parts of a box in which recorded ranks do the same.
+
+        Ranks that have to be recorded before join `missing`.
+        """
+        own = self.digests[self._speaker(box)]
+        odd = next((rank for rank in self._ranks(box) if self.digests.get(rank, own) != own), None)
+        if odd is None:
+            return [box]
+        parts, unknown = self._divided(box)
+        if not unknown and parts == [box]:
+            # The ends of all axes are equal. Then the rank is in a part of its own, along one axis after the other.
+            number = next(each for each, along in enumerate(box.ranges) if self._coordinate(odd, each) != along[0])
+            parts, unknown = self._divided(box, (number, self._coordinate(odd, number)))
+            if parts == [box]:  # too many parts
+                return parts
+        missing |= unknown
+        return [leaf for part in parts if not unknown for leaf in self._leaves(part, missing)]
+
+    def _speaker(self, box: Box) -> int:
+        """Returns the rank that stands for a box: its corner, or another one if that alone is recorded."""
+        corner = self._rank(box.corner)
+        if corner in self.traces:
+            return corner
+        return next((rank for rank in self._ranks(box) if rank in self.traces), corner)
+
+    def _coordinate(self, rank: int, number: int) -> int:
         assert self._axes is not None
-        point = []
-        for axis, begins in zip(self._axes, intervals, strict=True):
-            coordinate = rank // axis.stride % axis.size
-            point.append(max(each for each in begins if each <= coordinate))
-        return point
+        axis = self._axes[number]
+        return rank // axis.stride % axis.size
+
+    def _ranks(self, box: Box) -> Iterator[int]:
+        return map(self._rank, product(*box.ranges))
 
     def _rank(self, point: Iterable[int]) -> int:
         assert self._axes is not None
         return sum(coordinate * axis.stride for coordinate, axis in zip(point, self._axes, strict=True))
 
-    def _unrecorded(self, ranks: Iterable[int]) -> list[int]:
-        return sorted({rank for rank in ranks if rank not in self.traces})
+    def _unrecorded(self, ranks: Iterable[int]) -> set[int]:
+        return {rank for rank in ranks if rank not in self.traces}
 
-    def _peers(self) -> list[int]:
-        """Returns ranks that recorded ones of new roles exchange messages with."""
-        firsts = {self.digests[rank]: rank for rank in sorted(self.traces, reverse=True)}
-        return [
-            entry.peer
-            for rank in firsts.values()
-            for entry in self.traces[rank].entries
-            if isinstance(entry, Message) and entry.peer >= 0
-        ]
+    # Roles
 
     def _fold(self, roles: Iterable[int]) -> None:
         """Sets the classes, from a recorded rank for each rank. A rank that was recorded has its own digest's role."""
@@ -169,23 +221,69 @@ class Roles:
         recorded = [rank if rank in self.traces else role for rank, role in enumerate(roles)]
         self.classes = tuple(first[self.digests[rank]] for rank in recorded)
 
-    def _confirmation(self, roles: Sequence[int]) -> list[int]:
-        """Returns random ranks of roles that are not confirmed yet. Divides axes where a confirmation has failed."""
+    def _unanswered(self, roles: Sequence[int]) -> set[int]:
+        """Returns ranks that roles exchange messages with, unless the rank that stands for them has such messages."""
+        found = set()
+        for rank in set(self.classes):
+            messages = _messages(self.traces[rank])
+            for peer in self._unrecorded(messages):
+                theirs = _messages(self.traces[roles[peer]]).get(rank + roles[peer] - peer, [])
+                answers = [each._replace(is_send=not each.is_send) for each in messages[peer]]
+                # Each direction has an order of its own. False comes before true, and the order stays otherwise.
+                if sorted(answers, key=_direction) != sorted(theirs, key=_direction):
+                    found.add(peer)
+        return found
+
+    def _confirmation(self, boxes: Sequence[Box]) -> set[int]:
+        """Returns random ranks of roles that are not confirmed yet."""
         assert self._axes is not None
-        for rank in self.traces:
-            if self.digests[rank] != self.digests[roles[rank]]:
-                cuts = len(self._cuts), sum(map(len, self._cuts.values()))
-                for number, axis in enumerate(self._axes):
-                    coordinate = rank // axis.stride % axis.size
-                    self._cuts[number] |= {coordinate, coordinate + 1}
-                if (len(self._cuts), sum(map(len, self._cuts.values()))) != cuts:
-                    return self.next_ranks()
-        members: defaultdict[int, list[int]] = defaultdict(list)
-        for rank, role in enumerate(self.classes):
-            if rank not in self.traces:
-                members[role].append(rank)
-        chosen = []
-        for role in sorted(members.keys() - self._confirmed):
-            self._confirmed.add(role)
-            chosen.append(random.Random(f"{self.seed} {role}").choice(members[role]))
-        return sorted(chosen)
+        confirmed = {self.digests[rank] for rank in self._random}
+        begins = [sorted({box.ranges[number].start for box in boxes}) for number in range(len(self._axes))]
+        unconfirmed: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        are_alike = set()
+        for box in boxes:
+            place = tuple(_place(along.start, begin) for along, begin in zip(box.ranges, begins, strict=True))
+            for rank in self._ranks(box):
+                if rank in self._random and self.digests[rank] == self.digests[self._speaker(box)]:
+                    are_alike.add(place)
+                if rank not in self.traces and self.digests[self.classes[rank]] not in confirmed:
+                    unconfirmed[place].append(rank)
+        chosen = set()
+        for place, ranks in unconfirmed.items():
+            if place not in are_alike:
+                chosen |= self._drawn(ranks, ())
+        return chosen
+
+    def _drawn(self, ranks: Sequence[int], others: Collection[int]) -> set[int]:
+        """Returns one random rank of some, without the recorded and some others, if there is one."""
+        left = sorted(self._unrecorded(ranks) - set(others))
+        drawn = {random.Random(f"{self.seed} {left[0]}").choice(left)} if left else set()
+        self._random |= drawn
+        return drawn
+
+
+def _place(begin: int, begins: Sequence[int]) -> int:
+    """Returns the place of a range along an axis: 0 for the first, 2 for the last, 1 for all in the middle."""
+    return 0 if begin == begins[0] else 2 if begin == begins[-1] else 1
+
+
+def _messages(trace: Trace) -> dict[int, list[_Sent]]:
+    """Returns the messages of a rank by its peers."""
+    found: defaultdict[int, list[_Sent]] = defaultdict(list)
+    for entry in trace.entries:
+        if isinstance(entry, Message) and entry.peer >= 0:
+            found[entry.peer].append(_Sent(entry.is_send, entry.tag, entry.num_bytes, entry.dtype))
+    return found
+
+
+class _Sent(NamedTuple):
+    """Facts of a message that both sides share, but for its direction."""
+
+    is_send: bool
+    tag: int
+    num_bytes: int
+    dtype: str
+
+
+def _direction(message: _Sent) -> bool:
+    return message.is_send

@@ -316,6 +316,7 @@ def foresee(
         gpu=_facts_of(device),
         allow_writes=allow_writes,
         until=until or "",
+        keeps_calls=is_here,
     )
     calls = record_in_turn(request, choose).calls
     found = check(roles.traces, roles.classes)

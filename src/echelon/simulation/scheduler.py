@@ -230,6 +230,11 @@ class Scheduler:
         for thread in self._threads:
             thread.join()
 
+    def begin_anew(self) -> None:
+        """Lets tasks be added and run again after all have ended, also in a forked child."""
+        self.is_ending = False
+        self._process = os.getpid()
+
     def tasks(self) -> list[Task]:
         """Returns all tasks that have not ended."""
         return list(self._tasks)

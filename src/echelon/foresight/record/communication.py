@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon._torch_private.distributed import resolve_process_group
+from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
 from echelon.foresight.record.answers import answer
 from echelon.foresight.record.calls import Call
@@ -308,6 +309,7 @@ _FUNCTIONAL_OPS = {"avg": "mean"}
 def functional_collective(
     log: Log,
     memory: Memory,
+    results: FakeResults,
     func: Any,
     name: str,
     inputs: Sequence[Tensor],
@@ -320,22 +322,23 @@ def functional_collective(
         if number is not None:
             with log.call("wait"):
                 log.entries.append(Wait(log.stream, number, log.place()))
-        return func(*args, **kwargs)
+        return results.run(func, args, kwargs)
     base = name.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
     with log.call(_KINDS.get(base, base)):
-        return _functional_collective(log, memory, func, base, inputs, args, kwargs)
+        return _functional_collective(log, memory, results, func, base, inputs, args, kwargs)
 
 
 def _functional_collective(
     log: Log,
     memory: Memory,
+    results: FakeResults,
     func: Any,
     base: str,
     inputs: Sequence[Tensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    out = func(*args, **kwargs)
+    out = results.run(func, args, kwargs)
     outputs = list(_tensors((out,)))
     words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
     group = resolve_process_group(words[-1])

@@ -7,6 +7,7 @@ caller waits for it, and its rank is started if it does not run.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ from echelon._torch_private.tensors import FakeTensor, real_tensors
 from echelon.backends.collective import Collective, CollectiveExecutor, Run
 from echelon.backends.formats.wire import Tag, readable, signed
 from echelon.backends.host_copies import StreamScope
-from echelon.backends.memory import new_tensor
+from echelon.backends.memory import as_bytes, new_tensor
 from echelon.backends.modes import overwrite
 from echelon.backends.work import Work
 from echelon.call_site import calling_place, source_of
@@ -73,6 +74,30 @@ class Exchange:
     def call(self, context: int, ranks: tuple[int, ...], sequence: int) -> _Call:
         """Returns a collective of a group."""
         return self._calls.setdefault((context, ranks, sequence), _Call())
+
+    def facts(self, rank: int | None = None) -> dict[tuple[Any, ...], str]:
+        """Returns a digest of a rank's contribution to each collective.
+
+        Args:
+            rank: the rank. None: any one. The digest is empty if their contributions differ.
+        """
+        found: dict[tuple[Any, ...], str] = {}
+        for key, call in self._calls.items():
+            ranks = key[1]
+            digests = {
+                _digest(each) for place, each in call.contributions.items() if rank is None or ranks[place] == rank
+            }
+            if digests:
+                found[key] = digests.pop() if len(digests) == 1 else ""
+        return found
+
+
+def _digest(contribution: _Contribution) -> str:
+    found = hashlib.blake2b(f"{contribution.note} {contribution.collective!r} {contribution.is_fake}".encode())
+    if contribution.tensor is not None:
+        with real_tensors():
+            found.update(as_bytes(contribution.tensor).numpy().tobytes())
+    return found.hexdigest()
 
 
 class ExchangeExecutor(CollectiveExecutor):

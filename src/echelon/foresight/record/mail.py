@@ -6,8 +6,9 @@ If there is none, it is started.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,6 +36,18 @@ class Route(NamedTuple):
         return self._replace(ranks=tuple(rank - self.ranks[0] for rank in self.ranks))
 
 
+class Line(ABC):
+    """Line from a process that records one rank to the one that has the values of all ranks."""
+
+    @abstractmethod
+    def tell(self, route: Route, value: Tensor | None) -> None:
+        """Hands on a value that the rank has sent."""
+
+    @abstractmethod
+    def ask(self, route: Route, number: int) -> Tensor | None:
+        """Blocks until the value of a receive is known, and returns it."""
+
+
 class Mail:
     """Values that recorded ranks have sent."""
 
@@ -46,9 +59,13 @@ class Mail:
         """Routes on which something was sent, by their form."""
         self._num_received: Counter[Route] = Counter()
         self._waiting: defaultdict[Route, list[Work[None]]] = defaultdict(list)
+        self.line: Line | None = None
+        """Line to the process that has the values of all ranks. None in that process itself."""
 
     def send(self, route: Route, value: Tensor | None) -> None:
         """Keeps a value for its receiver. None: a value that is not known."""
+        if self.line is not None:
+            self.line.tell(route, value)
         self._sent[route].append(value)
         self._similar[route.form][route] = None
         for work in self._waiting.pop(route, ()):
@@ -62,15 +79,24 @@ class Mail:
     def receive(self, boundary: Boundary, timeout: float, route: Route, number: int) -> Tensor | None:
         """Blocks until the value of a receive is known, and returns it."""
         src = route.ranks[route.src]
-        while True:
-            if number < len(sent := self._sent.get(route, ())):
-                return sent[number]
-            if not self._has_begun(src):
-                for similar in self._similar[route.form]:
-                    if number < len(sent := self._sent[similar]):
-                        return sent[number]
-                self._start(src)
+        while not (found := self.find(route, number)):
+            if self.line is not None:
+                return self.line.ask(route, number)
+            self._start(src)
             passage = Passage("receive from", src, Tag(step=route.tag))
             work: VirtualWork[None] = VirtualWork(boundary, passage, timeout, src, "recv", None)
             self._waiting[route].append(work)
             work.wait()
+        return found[0]
+
+    def sent(self, route: Route) -> Sequence[Tensor | None]:
+        """Returns the values that were sent on a route."""
+        return self._sent.get(route, ())
+
+    def find(self, route: Route, number: int) -> Sequence[Tensor | None]:
+        """Returns the value of a receive, or of a similar one if the sender has not begun. Empty if none is known."""
+        similar = () if self._has_begun(route.ranks[route.src]) else self._similar.get(route.form, ())
+        for each in (route, *similar):
+            if number < len(sent := self.sent(each)):
+                return sent[number : number + 1]
+        return ()

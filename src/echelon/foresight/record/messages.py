@@ -72,6 +72,11 @@ class Undelivered:
         self.start = start
         self._channels: dict[tuple[int, int, Tag], _Channel] = {}
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a rank has sent or received anything."""
+        return bool(self._channels)
+
     def send(self, dst: int, tag: Tag, message: _Sent) -> None:
         """Hands a message to the first receive that waits for it, or keeps it."""
         channel = self._channel(message.src, dst, tag)

@@ -59,7 +59,7 @@ class Scratch:
 
     def path_for(self, path: str) -> str:
         """Returns a new path with the name of another one."""
-        folder = self._folder + str(self._number())
+        folder = f"{self._folder}{os.getpid()}.{self._number()}"  # ranks in child processes have the same numbers
         os.mkdir(folder)
         return os.path.join(folder, os.path.basename(os.path.abspath(path)) or "file")
 

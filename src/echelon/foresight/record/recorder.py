@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from echelon._torch_private.fake_results import FakeResults
-from echelon._torch_private.tensors import DispatchMode, FakeTensor, known_value, real_tensors, tree_leaves
+from echelon._torch_private.tensors import (
+    DispatchMode,
+    FakeTensor,
+    known_value,
+    real_tensors,
+    tree_leaves,
+    without_functions,
+)
 from echelon.call_site import is_own
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.log import Log
@@ -89,7 +96,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.role == "kernel":
             return self._kernel(func, facts, inputs, args, kwargs)
         if facts.role == "collective":
-            return functional_collective(self.log, self.memory, func, facts.name, inputs, args, kwargs)
+            return functional_collective(self.log, self.memory, self._results, func, facts.name, inputs, args, kwargs)
         return self._read(facts, args)
 
     def _read(self, facts: Operator, args: Sequence[Any]) -> object:
@@ -116,21 +123,37 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def _kernel(
         self, func: Any, facts: Operator, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        log, number = self.log, self.memory.number
+        number = self.memory.number
         # Before the operation: an input that is new counts from before its outputs on.
-        before = [number(each) for each in inputs]
+        with without_functions():
+            before = [number(each) for each in inputs]
         out = self._results.run(func, args, kwargs)
+        with without_functions():
+            self._enter(facts, inputs, before, args, kwargs, out)
+        return out
+
+    def _enter(
+        self,
+        facts: Operator,
+        inputs: Sequence[Tensor],
+        before: Sequence[int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> None:
+        """Writes a kernel into the log. `before` has the storages of its inputs."""
+        log, number = self.log, self.memory.number
         outputs = [out] if isinstance(out, Tensor) else list(_tensors((out,)))
         if facts.into_a_part:
             outputs, inputs = outputs[:1], inputs[:-1]
         after = [number(each) for each in outputs]
         if facts.may_return_view and not facts.writes and all(key in before for key in after):
-            return out  # as `contiguous` of a contiguous tensor
+            return  # as `contiguous` of a contiguous tensor
         written = _written(facts, args, kwargs) if facts.writes else ()
         for each in written:
             self.memory.resized(each.untyped_storage())
         if not inputs and not outputs:
-            return out
+            return
         changed = [number(each) for each in written]
         made = [(key, each) for key, each in zip(after, outputs, strict=True) if key not in changed]
         writes = _by_storage([*zip(changed, written, strict=True), *made])
@@ -165,7 +188,6 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 is_compiled=log.is_compiled(),
             )
         )
-        return out
 
 
 def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:

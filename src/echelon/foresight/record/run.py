@@ -2,7 +2,8 @@
 
 Strategy. Ranks are simulated ranks: threads that take turns, each with its own state of the process. One runs to its
 end before the next begins, because communication of fake tensors needs no other rank. A rank waits for another only for
-real values that it alone has, such as those of a broadcast.
+real values that it alone has, such as those of a broadcast. The first ranks run in this process; later ones in child
+processes, if that saves time (`processes`), with the same traces.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,11 +34,12 @@ from echelon.foresight.record.loading import loading_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
+from echelon.foresight.record.processes import Children, Recorded, can_fork, has_device_threads
 from echelon.foresight.record.recorder import Recorder
 from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
 from echelon.foresight.record.until import Until
 from echelon.foresight.record.writes import no_writes
-from echelon.foresight.trace import Trace
+from echelon.foresight.trace import Message, Trace
 from echelon.group.group import ProcessGroup
 from echelon.interop.torch_distributed import make_group
 from echelon.launch.call import RankCall, rank_call
@@ -58,6 +60,10 @@ from echelon.simulation.world import World
 _BACKEND = "echelon-recorded"
 """Name under which torch.distributed makes groups of recorded ranks."""
 
+MANY_ENTRIES = 20_000
+"""Entries of ranks that are recorded in child processes: some seconds. A fork takes some hundredths of one."""
+MANY_RANKS = 16
+"""Ranks of a world of which even the first ones are recorded in child processes."""
 
 Choose: TypeAlias = Callable[[Mapping[int, Trace]], Sequence[int]]
 """Function that returns the ranks to record next, of the traces by rank so far."""
@@ -84,9 +90,11 @@ class Request(NamedTuple):
     """Steps to time with real tensors, on one rank alone. None: recorded on fake ones."""
     answers: Answers = ()
     """Calls of that rank in an earlier recording."""
+    keeps_calls: bool = False
+    """Whether the calls of all ranks are wanted, which are recorded in this process then."""
 
 
-class Recorded(NamedTuple):
+class Records(NamedTuple):
     """Steps of recorded ranks, and the calls of all their steps."""
 
     traces: dict[int, Trace]
@@ -130,7 +138,7 @@ def record(
     return record_in_turn(request, lambda traces: [] if traces else ranks).traces
 
 
-def record_in_turn(request: Request, choose: Choose) -> Recorded:
+def record_in_turn(request: Request, choose: Choose) -> Records:
     """Records ranks of a program; see `record`.
 
     Args:
@@ -188,6 +196,10 @@ def _collected_by_hand() -> Iterator[None]:
             gc.enable()
 
 
+class _NotAlone(Exception):
+    """A rank in a child process needs another one."""
+
+
 class _Run:
     """Recording of some ranks."""
 
@@ -204,39 +216,102 @@ class _Run:
         self._backends: list[RecordingBackend] = []
         self._exchange = Exchange(self._start, self._started.__contains__)
         self._num_left = 0
+        self._may_fork = not has_device_threads()
+        self._is_child = False
+        self._facts: dict[tuple[Any, ...], str] = {}
+        """Digests of the values that ranks in children have contributed to collectives."""
         self.torch = TorchDistributed(world, _BACKEND)
         has_own_modules = isinstance(request.fn, ProgramWithStates)
         self.calls = ProcessCalls(world.scheduler.rank_here, len(request.hosts), has_own_modules)
         world.scheduler.on_stuck = lambda tasks: explain(world, tasks, "")
 
-    def run(self) -> Recorded:
-        self._start_chosen()
+    def run(self) -> Records:
         try:
-            self._world.scheduler.run()
-            if error := self._error():
-                raise error
+            while chosen := self._choose(self.traces):
+                if not self._record_in_children(chosen):
+                    self._record(chosen)
         finally:
             for backend in self._backends:
                 backend.forget()
             self._world.forget()
             self._world.scheduler.forget()
             self._errors.clear()
-        return Recorded(dict(sorted(self.traces.items())), self.answers)
+        return Records(dict(sorted(self.traces.items())), self.answers)
 
     def steps_here(self) -> Steps | None:
         """Returns the steps of the calling thread's rank. None in other threads."""
         scheduler = self._world.scheduler
         return self._steps.get(scheduler.current().rank) if scheduler.is_running_here() else None
 
-    def _start_chosen(self) -> None:
-        while self._num_left == 0 and (chosen := self._choose(self.traces)):
-            for rank in chosen:
-                self._start(rank)
+    def _record(self, ranks: Sequence[int]) -> None:
+        """Records ranks in this process."""
+        self._world.scheduler.begin_anew()
+        for rank in ranks:
+            self._start(rank)
+        self._world.scheduler.run()
+        if error := self._error():
+            raise error
+        # Objects of these ranks are not looked at again: otherwise the collector takes longer with each rank.
+        gc.collect()
+        gc.freeze()
+
+    # In children
+
+    def _record_in_children(self, ranks: Sequence[int]) -> bool:
+        """Records ranks in child processes. False, without effect, if they have to be recorded in this one."""
+        if not self._is_worth_forking(ranks):
+            return False
+        children = Children(self._exchange.mail, self._started.__contains__, self._record_alone, self.calls.cores)
+        found = children.run(ranks)
+        if found is None or not self._have_equal_values(found.values()):
+            self._may_fork = False
+            return False
+        self._started.update(found)
+        self.traces.update((rank, each.trace) for rank, each in found.items())
+        return True
+
+    def _is_worth_forking(self, ranks: Sequence[int]) -> bool:
+        if (
+            self._request.keeps_calls
+            or not self._may_fork
+            or self._exchange.undelivered.is_used
+            or len(self.calls.cores) < 2
+            or not can_fork()
+        ):
+            return False
+        if not self.traces:  # it is not known yet how long the program is, and whether it is a pipeline
+            # A function that takes a group is written for Echelon, whose ranks need each other's values.
+            is_ordinary = isinstance(self._request.fn, ProgramWithStates) or not self._request.call.takes_group
+            return is_ordinary and len(self._request.hosts) > MANY_RANKS
+        entries = [entry for trace in self.traces.values() for entry in trace.entries]
+        # The last stage of a pipeline brings in all stages before it.
+        num_ranks = 2 if len(ranks) == 1 and any(isinstance(entry, Message) for entry in entries) else len(ranks)
+        return num_ranks > 1 and num_ranks * len(entries) > MANY_ENTRIES * len(self.traces)
+
+    def _record_alone(self, rank: int) -> Recorded:
+        """Records one rank in a child process."""
+        self._is_child = True
+        self._record([rank])
+        if self._exchange.undelivered.is_used:
+            raise _NotAlone
+        return Recorded(self.traces[rank], self._exchange.facts(rank))
+
+    def _have_equal_values(self, found: Iterable[Recorded]) -> bool:
+        """Whether all ranks have contributed equal values to collectives, so that none misses values of others."""
+        known = self._exchange.facts() | self._facts
+        for each in found:
+            for key, fact in each.facts.items():
+                if known.setdefault(key, fact) != fact:
+                    return False
+            self._facts |= each.facts
+        return True
 
     def _start(self, rank: int) -> Task | None:
         """Starts a rank, unless it was started before."""
         if rank in self._started:
             return None
+        if self._is_child and self._num_left:
+            raise _NotAlone
         self._started.add(rank)
         self._num_left += 1
         return self._world.scheduler.add(rank, functools.partial(self._run_rank, rank))
@@ -287,12 +362,11 @@ class _Run:
                 self._world.scheduler.is_ending = True
                 self._world.scheduler.cancel()
         finally:
-            self._end()
+            self._end(rank)
 
-    def _end(self) -> None:
+    def _end(self, rank: int) -> None:
         self._num_left -= 1
-        if self._num_left == 0 and not self._failures and self._world.scheduler.error is None:
-            self._start_chosen()
+        self._steps.pop(rank, None)
         if self._num_left == 0:
             self._world.scheduler.is_ending = True
             self._world.scheduler.cancel()

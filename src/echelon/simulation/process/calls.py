@@ -60,7 +60,7 @@ class ProcessCalls:
         self._rank_here = rank_here
         self._world_size = world_size
         self._operators = Operators(rank_here, has_own_modules)
-        self._cores = cores_here()
+        self.cores = cores_here()
         """Cores of the process before the simulation, which keeps to one."""
         self._exit_calls: defaultdict[int, list[functools.partial[Any]]] = defaultdict(list)
         self._handlers: dict[tuple[int, int], Any] = {}
@@ -173,12 +173,12 @@ class ProcessCalls:
 
     def _affinity(self, original: Callable[[int], set[int]], pid: int) -> set[int]:
         # A DataLoader compares its number of workers with it.
-        return set(self._cores) if pid in (0, os.getpid()) else original(pid)
+        return set(self.cores) if pid in (0, os.getpid()) else original(pid)
 
     def _start(self, original: Callable[[Any], None], process: Any) -> None:
         _check_process(process)
         # A process inherits the cores of the thread that starts it.
-        with cores_of_thread(self._cores):
+        with cores_of_thread(self.cores):
             original(process)
 
     def _register(self, original: Callable[..., Any], function: Any, *args: object, **kwargs: object) -> Any:

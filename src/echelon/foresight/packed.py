@@ -1,0 +1,56 @@
+"""Traces as bytes, for a process of our own that has recorded one. Pure."""
+
+from __future__ import annotations
+
+import marshal
+from dataclasses import fields
+
+from echelon.foresight.trace import (
+    Allocate,
+    Collective,
+    Entry,
+    Free,
+    Group,
+    HostWait,
+    Kernel,
+    Message,
+    RecordEvent,
+    Trace,
+    Wait,
+    WaitEvent,
+)
+
+_KINDS: tuple[type[Entry], ...] = (
+    Kernel,
+    Collective,
+    Message,
+    Wait,
+    RecordEvent,
+    WaitEvent,
+    HostWait,
+    Allocate,
+    Free,
+)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def packed(trace: Trace) -> bytes:
+    """Returns a trace as bytes.
+
+    Raises:
+        ValueError: steps of its schedule are no plain values.
+    """
+    values = {field.name: getattr(trace, field.name) for field in fields(trace)}
+    values["entries"] = [(_NUMBERS[type(entry)], *entry) for entry in trace.entries]
+    values["live"] = [tuple(entry) for entry in trace.live]
+    values["groups"] = [tuple(group) for group in trace.groups]
+    return marshal.dumps(values)
+
+
+def unpacked(data: bytes) -> Trace:
+    """Returns the trace of bytes that `packed` has made in a process of our own."""
+    values = marshal.loads(data)
+    values["entries"] = tuple(_KINDS[number]._make(rest) for number, *rest in values["entries"])
+    values["live"] = tuple(map(Allocate._make, values["live"]))
+    values["groups"] = tuple(map(Group._make, values["groups"]))
+    return Trace(**values)

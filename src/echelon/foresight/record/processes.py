@@ -1,0 +1,249 @@
+"""Ranks recorded in child processes, one in each, as many at once as there are cores.
+
+Strategy. A child is forked while no rank runs, so it has all values that earlier ranks have sent. It records one rank
+and hands on the trace. Values of messages go by way of the parent: it keeps them, answers the child that waits for one,
+and starts the sender. A child that waits does not count as computing. Children wait for the parent alone, and the
+parent for any of them. If all wait, or one fails, the children are ended, and the caller records the ranks itself: so
+errors are those of one process. Traces are, too, because values that ranks exchange in collectives have to be equal.
+"""
+
+from __future__ import annotations
+
+import importlib
+import marshal
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from os import _exit, dup2, fork, fstat, kill, pread, waitpid
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from echelon._torch_private.tensors import real_tensors
+from echelon.backends.memory import as_bytes
+from echelon.foresight.packed import packed, unpacked
+from echelon.foresight.record.mail import Line, Mail, Route
+from echelon.foresight.trace import Trace
+from echelon.simulation.process.random_state import cores_of_thread
+
+Facts: TypeAlias = Mapping[tuple[Any, ...], str]
+"""Digest of a rank's contribution to each collective of real values."""
+
+
+class Recorded(NamedTuple):
+    """Rank that a child has recorded."""
+
+    trace: Trace
+    facts: Facts
+
+
+class _Child(NamedTuple):
+    rank: int
+    pid: int
+    line: Connection
+
+
+class Children:
+    """Child processes of one recording, one for each of some ranks."""
+
+    def __init__(
+        self, mail: Mail, has_begun: Callable[[int], bool], record: Callable[[int], Recorded], cores: Collection[int]
+    ) -> None:
+        """Makes no child yet.
+
+        Args:
+            mail: values that ranks have sent.
+            has_begun: whether a rank was recorded before.
+            record: records one rank, in a child.
+            cores: processors on which children run.
+        """
+        self._mail = mail
+        self._has_begun = has_begun
+        self._record = record
+        self._cores = cores
+        self._left: deque[int] = deque()
+        """Ranks without a child yet."""
+        self._begun: set[int] = set()
+        self._children: dict[Connection, _Child] = {}
+        self._waiting: dict[Connection, tuple[Route, int]] = {}
+        """Receives that children wait for."""
+        self._sent: defaultdict[Route, list[Tensor | None]] = defaultdict(list)
+        """Values that children have sent."""
+        self._printed: dict[int, Sequence[bytes]] = {}
+
+    def run(self, ranks: Sequence[int]) -> dict[int, Recorded] | None:
+        """Records ranks, and senders that they wait for. None if one cannot be recorded in a process of its own.
+
+        Children's output is printed in the order of their ranks in the end. It is dropped if there is no result.
+        """
+        self._left.extend(ranks)
+        self._begun.update(ranks)
+        found: dict[int, Recorded] = {}
+        try:
+            while self._left or self._children:
+                while self._left and len(self._children) - len(self._waiting) < len(self._cores):
+                    self._fork(self._left.popleft())
+                if len(self._children) == len(self._waiting):
+                    return None
+                for line in wait([line for line in self._children if line not in self._waiting]):
+                    assert isinstance(line, Connection)
+                    self._take(line, found)
+        except (EOFError, OSError):  # a child has failed
+            return None
+        finally:
+            self._end()
+        for route, values in self._sent.items():
+            for value in values:
+                self._mail.send(route, value)
+        for _, printed in sorted(self._printed.items()):
+            for stream, text in zip((sys.stdout, sys.stderr), printed, strict=True):
+                if stream is not None:
+                    stream.write(text.decode(errors="replace"))
+        return found
+
+    def _take(self, line: Connection, found: dict[int, Recorded]) -> None:
+        """Takes a message of a child."""
+        kind, *rest = marshal.loads(line.recv_bytes())
+        if kind == "sent":
+            route = _route(rest[0])
+            self._sent[route].append(_unpacked_tensor(rest[1]))
+            for other, (awaited, number) in list(self._waiting.items()):
+                if awaited == route:
+                    self._answer(other, route, number)
+        elif kind == "receive":
+            self._answer(line, _route(rest[0]), rest[1])
+        elif kind == "modules":
+            _import(rest[0])
+        else:
+            child = self._children.pop(line)
+            found[child.rank] = Recorded(unpacked(rest[0]), dict(rest[1]))
+            self._printed[child.rank] = rest[2]
+            line.close()
+            waitpid(child.pid, 0)
+
+    def _answer(self, line: Connection, route: Route, number: int) -> None:
+        """Answers a child that waits for a value, if it is known. Otherwise sees that its sender is recorded."""
+        known = self._mail.sent(route) or self._sent[route]
+        if number < len(known):
+            self._waiting.pop(line, None)
+            line.send_bytes(marshal.dumps(_packed_tensor(known[number])))
+            return
+        self._waiting[line] = route, number
+        src = route.ranks[route.src]
+        if src not in self._begun and not self._has_begun(src):
+            self._begun.add(src)
+            self._left.appendleft(src)
+
+    def _fork(self, rank: int) -> None:
+        near, far = Pipe()
+        _flush()
+        if not (pid := fork()):
+            self._be_child(rank, far)
+        far.close()
+        self._children[near] = _Child(rank, pid, near)
+
+    def _be_child(self, rank: int, line: Connection) -> None:
+        """Records a rank, hands it on, and ends the process."""
+        status = 1
+        try:
+            for other in self._children:
+                other.close()
+            self._mail.line = to_parent = _LineToParent(line)
+            with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, cores_of_thread(self._cores):
+                dup2(out.fileno(), 1)
+                dup2(errors.fileno(), 2)
+                found = self._record(rank)
+                to_parent.tell_modules()
+                _flush()
+                printed = [_content(file.fileno()) for file in (out, errors)]
+                line.send_bytes(marshal.dumps(("trace", packed(found.trace), list(found.facts.items()), printed)))
+            status = 0
+        finally:
+            # Without the parent's exit functions, and without its `finally` blocks.
+            _exit(status)
+
+    def _end(self) -> None:
+        """Ends children that are left."""
+        for line, child in self._children.items():
+            line.close()
+            with suppress(ProcessLookupError):
+                kill(child.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                waitpid(child.pid, 0)
+        self._children.clear()
+
+
+class _LineToParent(Line):
+    def __init__(self, line: Connection) -> None:
+        self._line = line
+        self._before = frozenset(sys.modules)
+
+    def tell_modules(self) -> None:
+        """Tells the modules of torch that the program has imported, so that later children need not import them."""
+        if news := [name for name in sys.modules if name.startswith("torch.") and name not in self._before]:
+            self._before = frozenset(sys.modules)
+            self._line.send_bytes(marshal.dumps(("modules", news)))
+
+    def tell(self, route: Route, value: Tensor | None) -> None:
+        self._line.send_bytes(marshal.dumps(("sent", tuple(route), _packed_tensor(value))))
+
+    def ask(self, route: Route, number: int) -> Tensor | None:
+        self.tell_modules()
+        self._line.send_bytes(marshal.dumps(("receive", tuple(route), number)))
+        return _unpacked_tensor(marshal.loads(self._line.recv_bytes()))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as in a program without a terminal
+            stream.flush()
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in sys.modules:
+            with suppress(ImportError):  # some modules of torch are no files
+                importlib.import_module(name)
+
+
+def _content(file: int) -> bytes:
+    return pread(file, fstat(file).st_size, 0)
+
+
+def _route(values: Sequence[Any]) -> Route:
+    return Route(*values)
+
+
+def _packed_tensor(value: Tensor | None) -> tuple[str, tuple[int, ...], bytes] | None:
+    if value is None:
+        return None
+    with real_tensors():
+        content = as_bytes(value.detach().contiguous()).numpy().tobytes()
+    return str(value.dtype).removeprefix("torch."), tuple(value.shape), content
+
+
+def _unpacked_tensor(values: tuple[str, tuple[int, ...], bytes] | None) -> Tensor | None:
+    if values is None:
+        return None
+    dtype, shape, content = values
+    with real_tensors():
+        found = torch.empty(shape, dtype=getattr(torch, dtype))
+        as_bytes(found).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return found
+
+
+def has_device_threads() -> bool:
+    """Whether torch runs backwards in threads of its own, which a forked child lacks: it does for each accelerator."""
+    return torch.accelerator.is_available()
+
+
+def can_fork() -> bool:
+    """Whether this process has one thread, and can be forked."""
+    return hasattr(os, "fork") and threading.active_count() == 1
