@@ -14,7 +14,7 @@ from tests.helpers.collective_cases import GLOO_DTYPES, call, cases, check, expe
 OPS = {"sum": "SUM", "mean": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
 OPS |= {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
 QUICK = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-# Without shrinking: hypothesis would take a timeout for a failure, and look for a smaller one without any limit of time.
+# Without shrinking: hypothesis takes a timeout for a failure, and would look for a smaller one for ever.
 LONG = settings(QUICK, max_examples=100, phases=(Phase.explicit, Phase.generate))
 BATCHES = st.lists(cases(GLOO_DTYPES), min_size=1, max_size=12)
 
