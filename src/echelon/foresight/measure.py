@@ -1,8 +1,8 @@
 """Steps of recorded ranks timed on this machine, with real tensors: each rank alone in a process.
 
 Strategy. As many processes run at once as ranks would on a host, because they share its memory and its caches. Each is
-a copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. The time
-between two calls is the processor time of the median step.
+a copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. Where each has
+a processor of its own, seconds are those of the clock, as the kernel's work in between delays a real step as well.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import json
 import os
 import signal
 import statistics
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle, islice
@@ -65,6 +66,7 @@ def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -
     A rank may be given several times.
     """
     cores = sorted(os.sched_getaffinity(0))
+    clock = time.perf_counter if len(ranks) <= len(cores) else time.thread_time
     children: list[tuple[int, int, int]] = []
     try:
         for number, rank in enumerate(ranks):
@@ -73,7 +75,7 @@ def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -
                 warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which have ended
                 child = os.fork()
             if not child:
-                _be_rank(request, rank, calls[rank], cores[number % len(cores)], report)
+                _be_rank(request, rank, calls[rank], cores[number % len(cores)], clock, report)
             os.close(report)
             children.append((rank, child, ready))
         found: dict[int, list[float] | str] = {}
@@ -90,7 +92,7 @@ def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -
             os.waitpid(child, 0)
 
 
-def _be_rank(request: Request, rank: int, answers: Answers, core: int, report: int) -> None:
+def _be_rank(request: Request, rank: int, answers: Answers, core: int, clock: Callable[[], float], report: int) -> None:
     """Runs a rank in a child process, and ends the process."""
     try:
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -98,7 +100,7 @@ def _be_rank(request: Request, rank: int, answers: Answers, core: int, report: i
             os.dup2(nowhere, stream)
         os.sched_setaffinity(0, {core})
         try:
-            alone = request._replace(timing=_TIMING, answers=answers)
+            alone = request._replace(timing=_TIMING._replace(clock=clock), answers=answers)
             recorded = record_in_turn(alone, lambda traces: [] if traces else [rank])
             result: object = _medians(recorded.calls[rank], request.steps)
         except (Exception, OtherCalls) as error:
@@ -110,5 +112,8 @@ def _be_rank(request: Request, rank: int, answers: Answers, core: int, report: i
 
 
 def _medians(calls: Answers, warm_up: int) -> list[float]:
+    """Returns the median seconds before each call, of a step that takes the median of all steps."""
     timed = calls[warm_up:] or calls[-1:]  # a program may end before
-    return [statistics.median(call.seconds for call in same) for same in zip(*timed, strict=True)]
+    found = [statistics.median(call.seconds for call in same) for same in zip(*timed, strict=True)]
+    total = statistics.median(sum(call.seconds for call in step) for step in timed)
+    return [seconds * total / sum(found) for seconds in found]

@@ -19,12 +19,12 @@ def answer(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], valu
     Collectives are timed with tensors that have their memory. A program often lets go of its buffers, and gets new ones
     whose pages the kernel gives at the first write.
     """
-    begin = time.thread_time()
+    begin = time.perf_counter()
     with torch.no_grad():
         for output in outputs:
             if output.is_contiguous() and not any(output is each for each in inputs):
                 output.view(-1).view(torch.uint8)[::_PAGE].zero_()
-    call.seconds += time.thread_time() - begin
+    call.seconds += time.perf_counter() - begin
     give(outputs, inputs, values)
 
 

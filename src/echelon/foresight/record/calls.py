@@ -9,7 +9,7 @@ between two calls is the time of the kernels that were recorded between the same
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ class Call:
         self.position = position
         """Number of entries of the step before it."""
         self.seconds = seconds
-        """Processor time of the program since the call before."""
+        """Seconds of the program since the call before."""
         self.values: Any = None
         """Values that the program got from other ranks. None if it got none, or if nothing is known of them."""
         self.is_answered = False
@@ -46,14 +46,16 @@ class OtherCalls(BaseException):
 class Calls:
     """Calls of one rank so far."""
 
-    def __init__(self, answers: Answers = ()) -> None:
+    def __init__(self, answers: Answers = (), clock: Callable[[], float] = time.thread_time) -> None:
         """Takes the calls of an earlier recording, which answer those of this one. Steps beyond are like the last."""
+        self.clock = clock
+        """Returns the seconds of the program so far."""
         self.steps: list[list[Call]] = []
         """Calls of each step that has ended."""
         self._answers = answers
         self._present: list[Call] = []
         self._depth = 0
-        self._since = time.thread_time()
+        self._since = self.clock()
 
     @property
     def are_answered(self) -> bool:
@@ -74,7 +76,7 @@ class Calls:
         made = Call(kind, position, 0.0)
         is_outermost = not self._depth
         if is_outermost:
-            made.seconds = time.thread_time() - self._since
+            made.seconds = self.clock() - self._since
             if self._answers:
                 made.values, made.is_answered = self._answer(kind), True
             self._present.append(made)
@@ -84,7 +86,7 @@ class Calls:
         finally:
             self._depth -= 1
             if is_outermost:
-                self._since = time.thread_time()
+                self._since = self.clock()
 
     def _answer(self, kind: str) -> Any:
         step = self._answers[min(len(self.steps), len(self._answers) - 1)]

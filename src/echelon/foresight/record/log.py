@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from types import CodeType
@@ -51,10 +52,10 @@ class Where(NamedTuple):
 class Log:
     """Entries of one rank, and its present stream, module and phase."""
 
-    def __init__(self, answers: Answers = ()) -> None:
+    def __init__(self, answers: Answers = (), clock: Callable[[], float] = time.perf_counter) -> None:
         """Takes the calls of an earlier recording, if they answer those of this one."""
         self.entries: list[Entry] = []
-        self.calls = Calls(answers)
+        self.calls = Calls(answers, clock)
         self.computed: list[tuple[int, int, object]] = []
         """(first entry, entry after the last one, step) of the steps of a schedule, such as those of a pipeline."""
         self.stream = 0

@@ -325,10 +325,10 @@ class _Run:
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            log = Log(self._request.answers)
+            timing = self._request.timing
+            log = Log(self._request.answers) if timing is None else Log(self._request.answers, timing.clock)
             memory = Memory(log)
             until = Until(self._request.until) if self._request.until else None
-            timing = self._request.timing
             steps = self._steps[rank] = Steps(log, memory, self._request.steps, until is None, timing)
             with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
                 if timing is None:

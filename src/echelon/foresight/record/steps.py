@@ -29,6 +29,8 @@ class Timing(NamedTuple):
     """How many at least."""
     seconds: float
     """How long at least."""
+    clock: Callable[[], float] = time.perf_counter
+    """Returns the seconds of the program so far."""
 
 
 class Steps:
