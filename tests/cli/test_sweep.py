@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 
 import pytest
@@ -10,7 +11,8 @@ from rich.console import Console
 from echelon import LaunchError
 from echelon.cli import main as command
 from echelon.cli.combinations import combinations
-from echelon.cli.sweep import Ended, as_json, show, sweep
+from echelon.cli.sweep import Ended, as_json, show, smaller_batches, sweep
+from echelon.cli.sweep import run_all as run_processes
 
 
 def test_every_choice_is_combined_with_every_other():
@@ -50,9 +52,10 @@ def test_bad_text_is_one_line(text, error, capsys):
     assert capsys.readouterr().err.startswith("echelon: --sweep")
 
 
-def figures(step, mfu, reserved=1 << 30, fits=True, tokens=None):
+def figures(step, mfu, reserved=1 << 30, fits=True, bubble=None):
     memory = {"reserved_peak": reserved, "limit": 80 << 30, "fits": fits}
-    return {"step_seconds": step, "mfu": mfu, "tokens_per_second": tokens, "memory": memory, "problems": []}
+    known = {"step_seconds": step, "mfu": mfu, "bubble": bubble, "memory": memory}
+    return {**known, "tokens_per_second": None, "problems": []}
 
 
 OUTCOMES = {
@@ -106,6 +109,44 @@ def test_the_table_has_a_line_for_each_combination():
         "--tp 8   rank 0 raised ValueError: 8 does not divide 12",
         "--tp 16  killed by signal 9",
     ]
+
+
+def test_the_table_has_bubbles_if_a_layout_has_a_pipeline():
+    found = sweep([], ["train.py"], EACH[1:3], lambda _: [Ended(0, json.dumps(each), "") for each in PIPELINES])
+    written = io.StringIO()
+    show(found, Console(file=written, width=200))
+    assert [re.split("  +", line)[1:4] for line in written.getvalue().splitlines()] == [
+        ["step", "MFU", "bubble"],
+        ["2.00 s", "40.0%", "12.5%"],
+        ["1.00 s", "30.0%", "-"],
+    ]
+
+
+PIPELINES = [figures(2.0, 0.4, bubble=0.125), figures(1.0, 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--lr 1 --batch-size 12 --steps 8", "--batch-size {6,3,1}"),
+        ("--local_batch=2", "--local_batch={1}"),
+        ("--batch 1", ""),
+        ("--batch", ""),
+        ("--num-microbatches 8 --batches 4", ""),
+        ("--data batch 8", ""),
+    ],
+)
+def test_smaller_batches_are_those_of_the_argument(arguments, text):
+    assert smaller_batches(arguments.split()) == text
+    assert not text or combinations("--sweep", text)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_alone(is_terminal):
+    written = io.StringIO()
+    ended = run_processes([["--version"]] * 2, Console(file=written, force_terminal=is_terminal, width=80))
+    assert [each.status for each in ended] == [0, 0]
+    assert ("foreseeing" in written.getvalue()) == is_terminal
 
 
 def test_a_sweep_has_no_pictures(capsys):

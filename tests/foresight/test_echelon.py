@@ -212,6 +212,36 @@ def test_collectives_and_messages_of_a_group():
     ]
 
 
+UNEVEN = {
+    "all_gather, out=": lambda group, x: group.all_gather(x, out=x.new_empty(127, 64)),
+    "all_gather": lambda group, x: group.all_gather(x),
+    "gather": lambda group, x: group.gather(x, 0),
+    "all_to_all": lambda group, x: group.all_to_all(x),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_sizes_need_the_size_of_the_result(name):
+    def main(group):
+        weight = nn.Parameter(torch.ones(64, 64, device="cuda"))
+        optimizer = torch.optim.SGD([weight])
+        while True:
+            UNEVEN[name](group, torch.ones(2 - group.rank // 63, 64, device="cuda")).sum()
+            optimizer.step()
+
+    if name == "all_gather, out=":
+        seen = echelon.foresee(main, 64)
+        assert seen.classes == (0,) * 63 + (63,)
+        assert {call.num_bytes for call in communication(seen.traces[0], Collective)} == {127 * 256}
+        return
+    with pytest.raises(UnsupportedOp) as caught:
+        echelon.foresee(main, 64)
+    text = str(caught.value)
+    assert text.startswith(f"{name} of 1 row on rank 63 at ")
+    assert "and of 2 rows on rank 0: its result has an unknown size" in text
+    assert {"all_gather": "give out=", "gather": "call all_gather", "all_to_all": "give out_splits="}[name] in text
+
+
 def test_a_mismatch_between_ranks_names_both_lines():
     with pytest.raises(CollectiveMismatch) as caught:
         echelon.foresee(lambda group: collectives(group, wrong=True), 4)

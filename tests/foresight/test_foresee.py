@@ -167,9 +167,10 @@ def test_command_fails_for_a_mistake(script, capfd):
 
 
 def test_command_says_that_a_script_does_not_fit(script, capfd):
-    status, shown = run("train.py", "large", capsys=capfd)
+    status, shown = run("train.py", "large", "--batch", "8", capsys=capfd)
     assert status == 1
     assert "DOES NOT FIT" in shown.out
+    assert 'foresee smaller batches by --sweep "--batch {4,2,1}"' in shown.err
 
 
 def test_command_refuses_a_wrong_option(script, capfd):

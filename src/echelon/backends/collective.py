@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from echelon._torch_private.tensors import FakeTensor, storage_address
 from echelon.backends.memory import describe, is_plain, new_tensor, plain
 from echelon.backends.operators import Operator, operator
 from echelon.backends.work import Work
@@ -165,6 +166,8 @@ def can_hold(out: Tensor, shape: Sequence[int], source: Tensor) -> bool:
 
 def _are_apart(out: Tensor, source: Tensor) -> bool:
     """Whether `out`, which is plain, shares no byte with `source`."""
+    if isinstance(out, FakeTensor):  # without addresses of its own
+        return storage_address(out.untyped_storage()) != storage_address(source.untyped_storage())
     # The bytes of a strided tensor are not one range, so it must be in another storage.
     if not source.is_contiguous():
         return out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()

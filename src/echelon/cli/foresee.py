@@ -147,6 +147,8 @@ def foresee(options: ForeseeOptions) -> int:
     print(json.dumps({**report.to_json(), **_by_rank(seen)}) if options.json else str(report), end="")
     for path in written:
         shown.say(f"wrote {path}")
+    if not seen.fits and (smaller := sweep.smaller_batches(program.args)):
+        shown.say(f'it does not fit: foresee smaller batches by --sweep "{smaller}"')
     return 0 if seen.fits else 1
 
 

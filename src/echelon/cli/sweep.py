@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
+from rich.progress import track
 
 from echelon.cli.output import print_table, to_json
 from echelon.foresight.report import seconds_text
@@ -117,17 +118,20 @@ def entry_of(arguments: tuple[str, ...], ended: Ended) -> Entry:
 def show(entries: Sequence[Entry], console: Console) -> None:
     """Prints a table of the foreseen steps, and a line for each combination that failed."""
     has_tokens = any(entry.figures and entry.figures["tokens_per_second"] for entry in entries)
-    rows = [["arguments", "step", *["tokens/s"] * has_tokens, "MFU", "reserved", "of", "fits"]]
+    has_bubbles = any(entry.figures and entry.figures["bubble"] is not None for entry in entries)
+    heads = "arguments", "step", *["tokens/s"] * has_tokens, "MFU", *["bubble"] * has_bubbles
+    rows = [[*heads, "reserved", "of", "fits"]]
     for entry in entries:
         if (figures := entry.figures) is None:
             continue
         memory = figures["memory"]
         sizes = [f"{memory[name] / _GIB:.1f} GiB" for name in ("reserved_peak", "limit")]
         tokens = [f"{figures['tokens_per_second'] or 0:,.0f}"] * has_tokens
+        # A layout without a pipeline has no messages, and so no bubble.
+        bubble = ["-" if figures["bubble"] is None else f"{figures['bubble']:.1%}"] * has_bubbles
         verdict = "yes" if memory["fits"] else "NO"
-        rows.append(
-            [entry.name, seconds_text(figures["step_seconds"]), *tokens, f"{figures['mfu']:.1%}", *sizes, verdict]
-        )
+        step, mfu = seconds_text(figures["step_seconds"]), f"{figures['mfu']:.1%}"
+        rows.append([entry.name, step, *tokens, mfu, *bubble, *sizes, verdict])
     if len(rows) > 1:
         print_table(console, rows)
     failed = [entry for entry in entries if entry.figures is None]
@@ -143,12 +147,37 @@ def as_json(entries: Sequence[Entry]) -> str:
     return to_json(groups)
 
 
-def run_all(commands: Sequence[Sequence[str]]) -> list[Ended]:
-    """Runs `echelon` with each list of arguments, two at a time where cores allow. Blocks until all have ended."""
+def smaller_batches(arguments: Sequence[str]) -> str:
+    """Returns a sweep with smaller batches, as "--batch {4,2,1}". Empty if no argument of the script is a batch size.
+
+    Args:
+        arguments: arguments of the script.
+    """
+    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        # A number of batches is no size: fewer microbatches are larger ones.
+        if not name.startswith("--") or "batch" not in name or "batches" in name:
+            continue
+        value = value if equals else following
+        if value.isdecimal() and (sizes := [int(value) >> each for each in (1, 2, 3) if int(value) >> each]):
+            return f"{name}{equals or ' '}{{{','.join(map(str, sizes))}}}"
+    return ""
+
+
+def run_all(commands: Sequence[Sequence[str]], shown: Console | None = None) -> list[Ended]:
+    """Runs `echelon` with each list of arguments, two at a time where cores allow. Blocks until all have ended.
+
+    Args:
+        commands: lists of arguments.
+        shown: terminal on which the progress is shown meanwhile. None: standard error. Nothing is shown elsewhere.
+    """
+    shown = shown or Console(stderr=True)
     processes = _Processes()
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
         try:
-            return list(pool.map(processes.run, commands))
+            ended = pool.map(processes.run, commands)
+            hides = not shown.is_terminal
+            return list(track(ended, "foreseeing", len(commands), console=shown, transient=True, disable=hides))
         finally:
             processes.stop()  # before the pool waits for its threads
 

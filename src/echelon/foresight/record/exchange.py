@@ -26,7 +26,7 @@ from echelon.backends.memory import as_bytes, new_tensor
 from echelon.backends.modes import overwrite
 from echelon.backends.work import Work
 from echelon.call_site import calling_place, source_of
-from echelon.errors import CollectiveMismatch
+from echelon.errors import CollectiveMismatch, UnsupportedOp
 from echelon.foresight.record.answers import answer
 from echelon.foresight.record.aside import LanesAtOnce, RecordedScope
 from echelon.foresight.record.calls import Call
@@ -41,6 +41,14 @@ from echelon.simulation.backend import Passage, VirtualBackend, VirtualWork
 from echelon.simulation.meeting import FROM_ROOT
 from echelon.simulation.values import Calls, result_of, snapshot
 from echelon.simulation.world import World
+from echelon.wording import counted
+
+_UNEVEN = {
+    "all_gather": "give out= with the rows of all ranks",
+    "gather": "call all_gather with out=, or gather tensors of equal size",
+    "all_to_all": "give out_splits=",
+}
+"""Collectives to which ranks may bring different numbers of rows, and how to foresee them then."""
 
 
 @dataclass
@@ -51,6 +59,8 @@ class _Contribution:
     is_fake: bool
     note: str
     place: str
+    tells_sizes: bool
+    """Whether the call itself says how many rows its result has."""
 
 
 @dataclass
@@ -135,7 +145,8 @@ class ExchangeExecutor(CollectiveExecutor):
         with torch.no_grad():
             with real_tensors():
                 values = None if tensor is None or is_fake else snapshot(tensor)
-            own = _Contribution(collective, values, is_fake, note, source_of(calling_place()))
+            tells_sizes = (out if collective.kind == "all_gather" else collective.out_splits) is not None
+            own = _Contribution(collective, values, is_fake, note, source_of(calling_place()), tells_sizes)
             self._check(call, own)
             call.contributions[self._rank] = own
             for work in call.waiting:
@@ -171,6 +182,23 @@ class ExchangeExecutor(CollectiveExecutor):
                     f"rank {self._ranks[rank]} calls {readable(other.note)} at {other.place}, but rank "
                     f"{self._backend.rank} {readable(own.note)} at {own.place}"
                 )
+            if own.is_fake and other.is_fake and own.collective.kind in _UNEVEN:
+                self._check_sizes(rank, other, own)
+
+    def _check_sizes(self, rank: int, other: _Contribution, own: _Contribution) -> None:
+        """Refuses tensors of different sizes if a result depends on the sizes of ranks that may be absent."""
+        ours, theirs = own.collective, other.collective
+        is_known = own.tells_sizes and other.tells_sizes
+        if is_known or (ours.shape, ours.in_splits) == (theirs.shape, theirs.in_splits):
+            return
+        assert ours.shape is not None, "every rank has a tensor"
+        assert theirs.shape is not None, "every rank has a tensor"
+        parts = " in other parts" if ours.shape == theirs.shape else ""
+        raise UnsupportedOp(
+            f"{ours.kind} of {counted(ours.shape[0], 'row')} on rank {self._backend.rank} at {own.place}, and of "
+            f"{counted(theirs.shape[0], 'row')}{parts} on rank {self._ranks[rank]}: its result has an unknown size, "
+            f"because not all ranks are recorded: {_UNEVEN[ours.kind]}"
+        )
 
     def _part_of(self, call: _Call, rank: int, own: _Contribution) -> _Contribution:
         found = call.contributions.get(rank)
