@@ -13,6 +13,7 @@ import hashlib
 import pickle
 import statistics
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from echelon.foresight.play.devices import device_named
 from echelon.foresight.play.fusion import fuse
 from echelon.foresight.play.player import play
 from echelon.foresight.record.run import record
-from echelon.foresight.trace import Trace
+from echelon.foresight.trace import Message, Trace
 
 PER_HOST = 8
 
@@ -39,6 +40,8 @@ class Layout(NamedTuple):
     program: Program
     nics: int
     """NICs of a host, of 200 Gb/s each."""
+    is_batched: bool
+    """Whether messages are sent in batches, so that they have the channels of a communicator of all ranks."""
     step_seconds: float
 
 
@@ -57,7 +60,18 @@ def recorded(folder: Path, layout: Layout, microbatches: int) -> dict[int, Trace
         unfinished.write_bytes(pickle.dumps({rank: fuse(traces[rank]) for rank in firsts}))
         unfinished.rename(path)
     found: dict[int, Trace] = pickle.loads(path.read_bytes())
-    return found
+    return {rank: batched(trace) for rank, trace in found.items()} if layout.is_batched else found
+
+
+def batched(trace: Trace) -> Trace:
+    """Returns the trace with each lone message as a batch of one, as Megatron sends it, that waits for no other."""
+    entries = (
+        entry._replace(batch=len(trace.entries) + index, is_ordered=False)
+        if isinstance(entry, Message) and entry.batch < 0
+        else entry
+        for index, entry in enumerate(trace.entries)
+    )
+    return replace(trace, entries=tuple(entries))
 
 
 def seconds_of(folder: Path, layout: Layout) -> tuple[float, float]:
@@ -93,7 +107,7 @@ def _layout(row: dict[str, str]) -> Layout:
     }
     microbatches = int(row["global_batch"]) // (numbers["microbatch"] * numbers["dp"])
     program = Program(**numbers, schedule=row["schedule"], recompute=row["recompute"] == "1", microbatches=microbatches)
-    return Layout(row["name"], program, int(row["nics"]), float(row["step_seconds"]))
+    return Layout(row["name"], program, int(row["nics"]), row["messages"] == "batched", float(row["step_seconds"]))
 
 
 def main() -> None:

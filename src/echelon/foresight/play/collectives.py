@@ -175,7 +175,8 @@ def _message_channels(cluster: Cluster, placement: Placement, num_bytes: float) 
     channels make 0.75 ms on A100. Qi et al. (2024, table 9) measured 0.60 to 0.76 ms.
     """
     if placement.num_hosts > 1:
-        return 1 << (max(2, math.ceil(cluster.bandwidth / _CHANNEL_NETWORK)) - 1).bit_length()
+        needed = min(_MESSAGE_CHANNELS, max(2, math.ceil(cluster.bandwidth / _CHANNEL_NETWORK)))
+        return 1 << (needed - 1).bit_length()
     channels = _MESSAGE_CHANNELS
     while channels > 1 and channels * placement.num_ranks > _MESSAGE_CHANNELS:
         channels //= 2

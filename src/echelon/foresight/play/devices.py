@@ -41,7 +41,7 @@ _A100 = Device(
     num_sms=108,  # data sheet
     per_host=8,
     local_bandwidth=230e9,  # nccl-tests on DGX A100, all-gather of 1 GiB: 228 to 235 GB/s
-    matmul_share=0.725,  # fitted: benchmarks/foresee names the rows
+    matmul_share=0.732,  # fitted: benchmarks/foresee names the rows
     attention_share=0.60,  # FlashAttention-2 (Dao, 2023), figure 4: 189 of 312 TFLOP/s
     communication_sms=24,  # NCCL's channels on NVSwitch of this generation
     generation="ampere",
@@ -54,7 +54,7 @@ _H100 = Device(
     num_sms=132,  # data sheet
     per_host=8,
     local_bandwidth=350e9,  # nccl-tests on DGX H100, all-gather of 1 GiB: 340 to 365 GB/s
-    matmul_share=0.629,  # fitted
+    matmul_share=0.639,  # fitted
     attention_share=0.35,  # FlashAttention-2, figure 7: about 335 of 989 TFLOP/s
     communication_sms=24,
     generation="hopper",
@@ -70,7 +70,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 name="a100-40g",
                 memory_bytes=int(39.39 * _GIB),
                 memory_bandwidth=1.555e12,  # data sheet
-                matmul_share=0.724,  # fitted
+                matmul_share=0.726,  # fitted
             ),
             _H100,
             replace(
@@ -79,7 +79,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=int(95.0 * _GIB),
                 # as its owner gives it: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
                 memory_bandwidth=2.4e12,
-                matmul_share=0.537,  # fitted
+                matmul_share=0.544,  # fitted
             ),
             replace(
                 _H100,

@@ -227,7 +227,9 @@ class _Lowering:
         if self._batch:
             messages = [entry for index in self._batch if isinstance(entry := self._trace.entries[index], Message)]
             blocking = any(message.blocking for message in messages)
-            self._post(("group", messages[0].group), tuple(self._batch), messages[0].stream, blocking)
+            is_ordered = any(message.is_ordered for message in messages)
+            queue = ("group", messages[0].group) if is_ordered else ("message", self._batch[0])
+            self._post(queue, tuple(self._batch), messages[0].stream, blocking)
             self._batch = []
 
     def program(self) -> Program:
