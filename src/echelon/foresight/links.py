@@ -16,13 +16,13 @@ from echelon.launch.spawn import spawn
 
 BACKENDS = {"shared-memory": "shm", "loopback": "tcp"}
 """Backends by the network that they are for ranks of one host."""
-_RANKS = (2, 4)
+_RANKS = (1, 2, 4)
 _BYTES = (8, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _TURNS = 24
 _DISTURBANCE = 8 << 20
 """Bytes that a rank touches before each call: as in a training step, neither data nor code is in the nearest cache."""
 
-Act = Callable[[Tensor], object]
+Act = Callable[[Tensor], dist.Work | None]
 
 
 def links(cores: int) -> dict[str, dict[str, Curve]]:
@@ -64,7 +64,13 @@ def _collectives() -> Mapping[str, Act]:
     def reduce_scatter(whole: Tensor) -> None:
         dist.reduce_scatter(whole[: len(whole) // size].clone(), list(whole.chunk(size)))
 
-    return {"all_reduce": dist.all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
+    def all_reduce(whole: Tensor) -> dist.Work:
+        # As of DDP, whose thread for it shares the interpreter with the program.
+        work = dist.all_reduce(whole, async_op=True)
+        assert work is not None
+        return work
+
+    return {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
 
 
 def _tensors(size: int) -> list[Tensor]:
@@ -96,8 +102,10 @@ def _collective(act: Act, size: int, share: float) -> float:
     disturb, tensors, turns = _Disturbance(), cycle(_tensors(size)), []
     for _ in range(_TURNS):
         begin = time.perf_counter()
+        work = act(next(tensors))
         own = disturb()
-        act(next(tensors))
+        if work is not None:
+            work.wait()
         turns.append((time.perf_counter() - begin) * share - own)
     of_all = [torch.empty(_TURNS) for _ in range(dist.get_world_size())]
     dist.all_gather(of_all, torch.tensor(turns))

@@ -41,6 +41,7 @@ def cluster_of(
         raise LaunchError(f"network={network!r}: give a Network or the name of one")
     if hosts is None and chosen.hosts is not None:
         hosts = chosen.hosts
+    links = device.links.get(network, {}) if isinstance(network, str) else {}
     has_own_links = bool(device.generation)
     return Cluster(
         hosts=hosts_of(world_size, hosts, device.per_host),
@@ -51,5 +52,6 @@ def cluster_of(
         rails=rails,
         oversubscription=oversubscription,
         generation=device.generation,
-        links=device.links.get(network, {}) if isinstance(network, str) else {},
+        links=links,
+        overheads={} if links else device.links.get("loopback", {}),
     )

@@ -39,6 +39,7 @@ class Cluster:
         oversubscription: Bytes per second that all ranks of a host can send by `bandwidth`, by those that leave it. 2
             for hosts that have a NIC for every two ranks, or a switch with half as much bandwidth to other switches.
         links: Measured times of communication on one host, see `Device`. Empty if none were measured.
+        overheads: Measured times that hosts take for communication, which a network between them adds to, likewise.
         generation: Row of NCCL's tuning tables, as in `Device`. "" for links without NCCL.
 
     Raises:
@@ -54,6 +55,7 @@ class Cluster:
     oversubscription: float = 1.0
     generation: str = ""
     links: Mapping[str, Curve] = field(default_factory=dict, hash=False)
+    overheads: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.hosts or not all(is_count(count, 1) for count in self.hosts):

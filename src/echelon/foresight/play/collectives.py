@@ -112,7 +112,7 @@ def _cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
     if kind not in KINDS:
         raise EchelonError(f"collective {kind!r} has no formula: kinds with one are {', '.join(sorted(KINDS))}")
     if placement.num_ranks == 1:
-        return Cost(0.0, "copy", "")
+        return Cost(measured_seconds(cluster.links, kind, 1, num_bytes) if cluster.links else 0.0, "copy", "")
     if kind == "barrier":
         kind, num_bytes = "all_reduce", 4
     if placement.num_hosts == 1 and (seconds := measured_seconds(cluster.links, kind, placement.num_ranks, num_bytes)):
@@ -121,7 +121,10 @@ def _cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
         return _all_to_all(cluster, placement, num_bytes)
     if cluster.generation:
         return _nccl(cluster, kind, placement, num_bytes)
-    return _plain(cluster, kind, placement, num_bytes)
+    cost = _plain(cluster, kind, placement, num_bytes)
+    return cost._replace(
+        seconds=cost.seconds + measured_seconds(cluster.overheads, kind, placement.num_ranks, num_bytes)
+    )
 
 
 def cost_of(cluster: Cluster, trace: Trace, rank: int, entry: Collective | Message) -> Cost:
@@ -147,6 +150,7 @@ def message_cost(cluster: Cluster, src: int, dst: int, num_bytes: float, group: 
     if is_local and (seconds := measured_seconds(cluster.links, "message", 2, num_bytes)):
         return Cost(seconds, "message", "")
     latency, bandwidth = _link(cluster, is_local)
+    latency += measured_seconds(cluster.overheads, "message", 2, num_bytes)
     local, blocks = 0.0, 1.0
     if cluster.generation:
         simple = PROTOCOLS["Simple"]
@@ -197,7 +201,7 @@ def measured_seconds(links: Mapping[str, Curve], kind: str, num_ranks: int, num_
     known = sorted(curves)
     after = next((each for each in known if each >= num_ranks), known[-1])
     seconds = value_at(curves[after], max(1.0, num_bytes))
-    if after == num_ranks or len(known) == 1:
+    if after == num_ranks or num_ranks < known[0] or len(known) == 1:
         return seconds
     before = max(each for each in known if each < max(after, known[0] + 1))
     lower = value_at(curves[before], max(1.0, num_bytes))
