@@ -66,7 +66,7 @@ def _collectives() -> Mapping[str, Act]:
 
     def all_reduce(whole: Tensor) -> dist.Work:
         # As of DDP, whose thread for it shares the interpreter with the program.
-        work = dist.all_reduce(whole, async_op=True)
+        work: dist.Work | None = dist.all_reduce(whole, async_op=True)
         assert work is not None
         return work
 
