@@ -65,7 +65,7 @@ def page(seen: Foreseen, report: Report) -> str:
         "notes": _list("What if", report.what_ifs)
         + _list("Assumed", seen.assumptions)
         + _list("Not written", seen.skipped),
-        "accuracy": escape(_sentence_of(accuracy_text(played.device.name))),
+        "accuracy": escape(_sentence_of(accuracy_text(played))),
         "unmodelled": escape(f"Not modelled: {', '.join(NOT_MODELLED)}."),
     }
     template = files("echelon.foresight.page").joinpath("page.html").read_text("utf-8")
