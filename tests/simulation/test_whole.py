@@ -3,6 +3,7 @@
 import gc
 import re
 import tracemalloc
+import weakref
 
 import pytest
 import torch
@@ -421,6 +422,23 @@ def test_nothing_is_left_after_fifty_simulations(way):
         assert tracemalloc.get_traced_memory()[0] - before < 25_000
     finally:
         tracemalloc.stop()
+        gc.enable()
+
+
+def test_values_go_with_the_last_result():
+    """Without the collector of garbage."""
+    given = []
+
+    def act(group):
+        tensor = torch.ones(8)
+        given.append(weakref.ref(tensor))
+        group.all_gather(tensor)
+
+    gc.disable()
+    try:
+        echelon.simulate(act, 3)
+        assert [each() for each in given] == [None] * 3
+    finally:
         gc.enable()
 
 
