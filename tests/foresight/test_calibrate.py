@@ -72,6 +72,8 @@ def test_a_file_of_another_kind_is_refused_with_one_line(tmp_path, text):
         {"curves": {name: curve for name, curve in CURVES.items() if name != "matmul_k"}},
         {"cores": 0},
         {"cores": "2"},
+        {"machine": None},
+        {"links": {"loopback": {"all_reduce two": ((8.0, 1e-6), (16.0, 1e-6))}}},
     ],
 )
 def test_impossible_figures_in_a_file_are_refused(tmp_path, change):

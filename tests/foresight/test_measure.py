@@ -1,5 +1,10 @@
 """Steps timed on this machine: the rank runs alone with real tensors, and makes the calls that were recorded."""
 
+import ctypes
+import errno
+import os
+import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -12,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import echelon
+from echelon._torch_private.tensors import FakeTensor
 from echelon.foresight import measure
 from echelon.foresight.calibrate import this_machine
 from echelon.foresight.play.collectives import measured_seconds
@@ -133,6 +139,93 @@ def test_a_program_that_goes_by_values_keeps_its_usual_times_and_says_so():
     seen = echelon.foresee(goes_by_values, 2, gpu=HERE, network="shared-memory")
     assert any("could not be timed with real tensors" in each for each in seen.assumptions)
     assert all(not trace.measured for trace in seen.traces.values())
+
+
+def untimed(program, num_ranks=1, **options):
+    """Returns the notes on ranks that could not be timed, all of which have no times then."""
+    seen = echelon.foresee(program, num_ranks, gpu=HERE, network="shared-memory", **options)
+    assert all(not trace.measured for trace in seen.traces.values())
+    return [each for each in seen.assumptions if "could not be timed with real tensors" in each]
+
+
+def compiled():
+    train(torch.compile(layers()))
+
+
+def test_a_compiled_program_is_not_timed():
+    (note,) = untimed(compiled)
+    assert note.endswith("its compiled kernels are approximated")
+
+
+def trained():
+    def step():
+        model(torch.ones(4, 16)).sum().backward()
+
+    model = layers()
+    for _ in range(3):
+        step()
+
+
+def test_a_program_watched_for_the_end_of_a_function_is_not_timed():
+    (note,) = untimed(trained, until="step")
+    assert note.endswith("slows the program down")
+
+
+def test_ranks_that_would_not_fit_into_memory_are_not_timed(monkeypatch):
+    # As many bytes as the parameters, without gradients and the optimizer's state.
+    monkeypatch.setattr(measure, "_free_memory", lambda: 4.0 * sum(each.numel() for each in layers().parameters()))
+    (note,) = untimed(own_training)
+    assert re.search(r"tensors of all ranks of a host take .* GiB, and .* GiB are free$", note)
+
+
+def own_training():
+    train(layers())
+
+
+def test_a_step_that_does_not_end_is_not_timed(monkeypatch):
+    monkeypatch.setattr(measure, "_DEADLINE", 0.2)
+    monkeypatch.setattr(measure, "_TIMING", Timing(steps=2, seconds=60.0))
+    (note,) = untimed(own_training)
+    assert note.endswith("it had not ended after 0.2 s")
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def dies(group):
+    if not isinstance(torch.ones(1), FakeTensor):
+        ctypes.CDLL(None).kill(os.getpid(), signal.SIGKILL)
+    train(layers())
+
+
+def test_a_rank_that_is_killed_is_not_timed():
+    (note,) = untimed(dies)
+    assert note.endswith("it died")
+
+
+def test_a_process_that_cannot_be_copied_is_not_timed(monkeypatch):
+    def fork():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", fork)
+    (note,) = untimed(own_training)
+    assert note.endswith("this process cannot be copied: Resource temporarily unavailable")
+
+
+def writes(path):
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        with open(path, "a") as file:
+            file.write("step\n")
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+
+
+def test_a_timed_rank_writes_nothing(tmp_path):
+    path = tmp_path / "log.txt"
+    seen = echelon.foresee(writes, 1, (str(path),), gpu=HERE, network="shared-memory", allow_writes=True)
+    assert seen.traces[0].measured
+    assert path.read_text() == "step\n" * 3  # of the recorded steps alone
 
 
 def test_the_times_of_this_machine_do_not_move_to_another():

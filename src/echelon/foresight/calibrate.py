@@ -116,10 +116,12 @@ def load(path: str | os.PathLike[str]) -> Device:
             _check_curve(name, values["curves"][name])
         if not is_count(values["cores"], 1):
             raise ValueError(f"cores is {values['cores']!r}")
+        if not isinstance(values["machine"], str):
+            raise ValueError(f"machine is {values['machine']!r}")
         values["peak"] = MappingProxyType(values["peak"])
         networks = {name: (float(latency), float(rate)) for name, (latency, rate) in values["networks"].items()}
         values["networks"] = MappingProxyType(networks)
-        values["links"] = MappingProxyType({name: _curves_of(curves) for name, curves in values["links"].items()})
+        values["links"] = MappingProxyType({name: _links_of(curves) for name, curves in values["links"].items()})
         values["sources"] = tuple(values["sources"])
         return Device(**values)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -131,6 +133,14 @@ def _curves_of(values: Mapping[str, Any]) -> Mapping[str, Curve]:
     for name, curve in curves.items():
         _check_curve(name, curve)
     return MappingProxyType(curves)
+
+
+def _links_of(values: Mapping[str, Any]) -> Mapping[str, Curve]:
+    for name in values:
+        kind, _, num_ranks = name.partition(" ")
+        if not kind or not num_ranks.isdecimal() or int(num_ranks) < 1:
+            raise ValueError(f"the link {name!r} is no kind and number of ranks, as 'all_reduce 2'")
+    return _curves_of(values)
 
 
 def _check_curve(name: str, curve: Curve) -> None:

@@ -57,12 +57,13 @@ def _timed(share: float) -> dict[str, Curve]:
 
 def _collectives() -> Mapping[str, Act]:
     size = dist.get_world_size()
+    own = torch.ones(max(_BYTES) // 4)
 
     def all_gather(whole: Tensor) -> None:
         dist.all_gather(list(whole.chunk(size)), whole[: len(whole) // size])
 
     def reduce_scatter(whole: Tensor) -> None:
-        dist.reduce_scatter(whole[: len(whole) // size].clone(), list(whole.chunk(size)))
+        dist.reduce_scatter(own[: len(whole) // size], list(whole.chunk(size)))
 
     def all_reduce(whole: Tensor) -> dist.Work:
         # As of DDP, whose thread for it shares the interpreter with the program.
@@ -113,11 +114,12 @@ def _collective(act: Act, size: int, share: float) -> float:
 
 
 def _message(size: int) -> float:
-    """Returns the seconds of a message, from the call of the later side: half of those of one that comes back."""
+    """Returns the seconds between the later of send and recv and the end of the receive: half of a round trip."""
     disturb, tensors, turns = _Disturbance(), cycle(_tensors(size)), []
     other = 1 - dist.get_rank()
     for _ in range(_TURNS):
-        own, tensor = disturb(), next(tensors)
+        disturb()
+        tensor = next(tensors)
         begin = time.perf_counter()
         if other:
             dist.send(tensor, other)

@@ -3,12 +3,15 @@
 Strategy. As many processes run at once as ranks would on a host, because they share its memory and its caches. Each is
 a copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. Where each has
 a processor of its own, seconds are those of the clock, as the kernel's work in between delays a real step as well.
+A step is only timed where that is safe: it writes no file, has memory, and is ended when it takes too long.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import selectors
 import signal
 import statistics
 import time
@@ -22,9 +25,14 @@ from echelon.foresight.record.calls import Answers, OtherCalls
 from echelon.foresight.record.processes import has_device_threads
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.record.steps import Timing
-from echelon.foresight.trace import Trace
+from echelon.foresight.trace import Allocate, Free, Kernel, Trace
+from echelon.simulation.process.random_state import cores_here
 
 _TIMING = Timing(steps=4, seconds=1.5)
+_DEADLINE = 300.0
+"""Seconds until timed processes are ended."""
+_MEMORY_SHARE = 0.8
+"""Share of the free memory that the tensors of timed processes may take."""
 
 
 def measured(
@@ -32,24 +40,61 @@ def measured(
 ) -> dict[int, Trace]:
     """Returns recorded steps with the seconds that they take here. Runs each of them with real tensors.
 
-    A step that calls something else where its tensors are real is returned without seconds, and says so.
+    A step that cannot be timed, or calls something else where its tensors are real, is returned without seconds, and
+    says so.
 
     Args:
         request: the program.
-        traces: recorded step of each rank to time.
+        traces: recorded step of each rank to time, as it was recorded.
         calls: their calls.
         at_once: ranks that run at once.
     """
-    if not hasattr(os, "fork") or has_device_threads():
-        reason = "this process cannot be copied"
-        return {rank: _timed(trace, calls[rank], reason) for rank, trace in traces.items()}
     found: dict[int, Trace] = {}
     ranks = list(traces)
     for first in range(0, len(ranks), at_once):
-        together = list(islice(cycle(ranks[first : first + at_once]), at_once))
-        for rank, seconds in _run(request, together, calls).items():
-            found[rank] = _timed(traces[rank], calls[rank], seconds)
+        some = ranks[first : first + at_once]
+        together = list(islice(cycle(some), at_once))
+        if reason := _obstacle(request, [traces[rank] for rank in together]):
+            seconds: Mapping[int, list[float] | str] = dict.fromkeys(some, reason)
+        else:
+            seconds = _run(request, together, calls)
+        found.update((rank, _timed(traces[rank], calls[rank], seconds[rank])) for rank in some)
     return found
+
+
+def _obstacle(request: Request, traces: Sequence[Trace]) -> str:
+    """Returns why ranks cannot be timed at once. Empty if they can."""
+    if not hasattr(os, "fork") or has_device_threads():
+        return "this process cannot be copied"
+    if request.until:
+        return "the hook that sees the end of a function slows the program down"
+    if any(type(entry) is Kernel and entry.is_compiled for trace in traces for entry in trace.entries):
+        return "its compiled kernels are approximated"
+    needed, free = sum(map(_peak, traces)), _free_memory()
+    if needed > _MEMORY_SHARE * free:
+        return f"tensors of all ranks of a host take {needed / 2**30:.2g} GiB, and {free / 2**30:.2g} GiB are free"
+    return ""
+
+
+def _peak(trace: Trace) -> int:
+    """Returns the most bytes of tensors that are alive at once."""
+    sizes = {each.storage: each.num_bytes for each in trace.live}
+    peak = now = sum(sizes.values())
+    for entry in trace.entries:
+        if isinstance(entry, Allocate):
+            now += entry.num_bytes - sizes.get(entry.storage, 0)
+            sizes[entry.storage] = entry.num_bytes
+            peak = max(peak, now)
+        elif isinstance(entry, Free):
+            now -= sizes.pop(entry.storage, 0)
+    return peak
+
+
+def _free_memory() -> float:
+    """Returns the bytes that processes can take without swapping. Infinite if the system does not tell."""
+    with suppress(OSError, StopIteration), open("/proc/meminfo") as file:
+        return 1024.0 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    return math.inf
 
 
 def _timed(trace: Trace, calls: Answers, seconds: Sequence[float] | str) -> Trace:
@@ -65,42 +110,66 @@ def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -
 
     A rank may be given several times.
     """
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(cores_here())
     clock = time.perf_counter if len(ranks) <= len(cores) else time.thread_time
-    children: list[tuple[int, int, int]] = []
+    children: dict[int, int] = {}
+    lines: dict[int, int] = {}
     try:
         for number, rank in enumerate(ranks):
             ready, report = os.pipe()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which have ended
-                child = os.fork()
-            if not child:
-                _be_rank(request, rank, calls[rank], cores[number % len(cores)], clock, report)
-            os.close(report)
-            children.append((rank, child, ready))
-        found: dict[int, list[float] | str] = {}
-        for rank, _, ready in children:
-            with open(ready, "rb", closefd=False) as file:
-                text = file.read()
-            found.setdefault(rank, json.loads(text) if text else "it died")
-        return found
+            lines[ready] = rank
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which have ended
+                    child = os.fork()
+                if not child:
+                    _be_rank(request, rank, calls[rank], cores[number % len(cores)], clock, report)
+                children[ready] = child
+            finally:
+                os.close(report)
+        return _reports(lines)
+    except OSError as error:
+        return dict.fromkeys(ranks, f"this process cannot be copied: {error.strerror}")
     finally:
-        for _, child, ready in children:
+        for ready in lines:
             os.close(ready)
+        for child in children.values():
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
+def _reports(lines: Mapping[int, int]) -> dict[int, list[float] | str]:
+    """Returns the first report of each rank, of file descriptors and their ranks."""
+    texts: dict[int, bytes] = dict.fromkeys(lines, b"")
+    end = time.monotonic() + _DEADLINE
+    found: dict[int, list[float] | str] = {}
+    with selectors.DefaultSelector() as selector:
+        for line in lines:
+            selector.register(line, selectors.EVENT_READ)
+        while selector.get_map() and (left := end - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if part := os.read(key.fd, 1 << 16):
+                    texts[key.fd] += part
+                    continue
+                selector.unregister(key.fd)
+                text = texts[key.fd]
+                found.setdefault(lines[key.fd], json.loads(text) if text else "it died")
+    late = f"it had not ended after {_DEADLINE:g} s"
+    return {rank: found.get(rank, late) for rank in lines.values()}
+
+
 def _be_rank(request: Request, rank: int, answers: Answers, core: int, clock: Callable[[], float], report: int) -> None:
     """Runs a rank in a child process, and ends the process."""
     try:
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where memory is short after all, it ends and not its parent
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
         os.sched_setaffinity(0, {core})
         try:
-            alone = request._replace(timing=_TIMING._replace(clock=clock), answers=answers)
+            alone = request._replace(timing=_TIMING._replace(clock=clock), answers=answers, allow_writes=False)
             recorded = record_in_turn(alone, lambda traces: [] if traces else [rank])
             result: object = _medians(recorded.calls[rank], request.steps)
         except (Exception, OtherCalls) as error:
@@ -116,4 +185,4 @@ def _medians(calls: Answers, warm_up: int) -> list[float]:
     timed = calls[warm_up:] or calls[-1:]  # a program may end before
     found = [statistics.median(call.seconds for call in same) for same in zip(*timed, strict=True)]
     total = statistics.median(sum(call.seconds for call in step) for step in timed)
-    return [seconds * total / sum(found) for seconds in found]
+    return [seconds * total / (sum(found) or 1.0) for seconds in found]

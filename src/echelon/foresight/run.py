@@ -300,7 +300,7 @@ def foresee(
         raise LaunchError(f"until={until!r}: give the name of a function, as 'train_step' or 'Trainer.step'")
     device = _device(gpu)
     cluster = cluster_of(network, device, world_size, hosts)
-    is_here = device.machine == this_machine()
+    is_here = bool(device.machine) and device.machine == this_machine()
     roles = Roles(world_size, seed)
 
     def choose(traces: Mapping[int, Trace]) -> Sequence[int]:
@@ -320,9 +320,10 @@ def foresee(
     )
     calls = record_in_turn(request, choose).calls
     found = check(roles.traces, roles.classes)
-    traces = {rank: fuse(roles.traces[rank]) for rank in sorted(set(roles.classes))}
+    traces = {rank: roles.traces[rank] for rank in sorted(set(roles.classes))}
     if is_here:
         traces = measured(request, traces, calls, min(_MOST_AT_ONCE, max(cluster.hosts)))
+    traces = {rank: fuse(trace) for rank, trace in traces.items()}
     return Foreseen(play(traces, roles.classes, device, cluster), traces, roles.classes, tuple(found), network)
 
 

@@ -59,7 +59,7 @@ class Job:
         return members
 
     def price(self, trace: Trace, entry: Collective | Message) -> Price:
-        """Returns the time of communication that has the links to itself, and the links that it takes."""
+        """Returns the duration of a collective or message on idle links, and the links that it uses."""
         # Fast path: a step has thousands of calls, and tens of distinct ones.
         about = (entry.kind,) if isinstance(entry, Collective) else (entry.is_send, entry.peer, entry.batch < 0)
         key = (trace.rank, entry.group, entry.num_bytes, *about)

@@ -46,10 +46,18 @@ class OtherCalls(BaseException):
 class Calls:
     """Calls of one rank so far."""
 
-    def __init__(self, answers: Answers = (), clock: Callable[[], float] = time.thread_time) -> None:
-        """Takes the calls of an earlier recording, which answer those of this one. Steps beyond are like the last."""
+    def __init__(
+        self, answers: Answers = (), clock: Callable[[], float] = time.thread_time, keeps_values: bool = False
+    ) -> None:
+        """Begins without calls.
+
+        Args:
+            answers: calls of an earlier recording, whose values are given again. Steps beyond are like the last.
+            clock: returns the seconds of the program so far.
+            keeps_values: whether a later recording is answered by these calls.
+        """
         self.clock = clock
-        """Returns the seconds of the program so far."""
+        self.keeps_values = keeps_values
         self.steps: list[list[Call]] = []
         """Calls of each step that has ended."""
         self._answers = answers

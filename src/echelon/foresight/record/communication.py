@@ -162,7 +162,8 @@ class RecordedGroup(EchelonProcessGroup):
                 answer(call, outputs, outputs if form.is_in_place else list(_tensors(values[1:2])), call.values)
             else:
                 run()
-                call.values = [each.detach().clone() for each in outputs]
+                if recording.log.calls.keeps_values:
+                    call.values = [each.detach().clone() for each in outputs]
         return self._keep(RecordedWork(recording.log, -1, outputs, not getattr(opts, "asyncOp", True)))
 
     def _reduce_known(self, tensors: Sequence[Tensor], op: str) -> None:
@@ -325,44 +326,31 @@ def functional_collective(
         return results.run(func, args, kwargs)
     base = name.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
     with log.call(_KINDS.get(base, base)):
-        return _functional_collective(log, memory, results, func, base, inputs, args, kwargs)
-
-
-def _functional_collective(
-    log: Log,
-    memory: Memory,
-    results: FakeResults,
-    func: Any,
-    base: str,
-    inputs: Sequence[Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    out = results.run(func, args, kwargs)
-    outputs = list(_tensors((out,)))
-    words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
-    group = resolve_process_group(words[-1])
-    assert isinstance(group, RecordedGroup), "every group of a recorded rank is one"
-    phase, place, module = log.where(inputs)
-    entry = Collective(
-        stream=log.stream,
-        number=log.new_number(),
-        kind=_KINDS.get(base, base),
-        group=log.group(group.described),
-        num_bytes=max(_num_bytes(inputs), _num_bytes(outputs)),
-        dtype=_dtype(inputs),
-        op=_FUNCTIONAL_OPS.get(str(words[0]), str(words[0])) if len(words) > 1 else "",
-        root=group.ranks[args[1]] if base == "broadcast" else -1,
-        blocking=base == "shard_dim_alltoall",
-        reads=tuple((memory.number(each), _num_bytes([each])) for each in inputs),
-        writes=tuple((memory.number(each), _num_bytes([each])) for each in outputs),
-        phase=phase,
-        place=place,
-        module=module,
-    )
-    log.entries.append(entry)
-    log.pending.update((memory.number(each), entry.number) for each in outputs)
-    return out
+        out = results.run(func, args, kwargs)
+        outputs = list(_tensors((out,)))
+        words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
+        group = resolve_process_group(words[-1])
+        assert isinstance(group, RecordedGroup), "every group of a recorded rank is one"
+        phase, place, module = log.where(inputs)
+        entry = Collective(
+            stream=log.stream,
+            number=log.new_number(),
+            kind=_KINDS.get(base, base),
+            group=log.group(group.described),
+            num_bytes=max(_num_bytes(inputs), _num_bytes(outputs)),
+            dtype=_dtype(inputs),
+            op=_FUNCTIONAL_OPS.get(str(words[0]), str(words[0])) if len(words) > 1 else "",
+            root=group.ranks[args[1]] if base == "broadcast" else -1,
+            blocking=base == "shard_dim_alltoall",
+            reads=tuple((memory.number(each), _num_bytes([each])) for each in inputs),
+            writes=tuple((memory.number(each), _num_bytes([each])) for each in outputs),
+            phase=phase,
+            place=place,
+            module=module,
+        )
+        log.entries.append(entry)
+        log.pending.update((memory.number(each), entry.number) for each in outputs)
+        return out
 
 
 def _tensors(values: object) -> Iterator[Tensor]:

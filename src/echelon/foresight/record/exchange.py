@@ -135,7 +135,8 @@ class ExchangeExecutor(CollectiveExecutor):
                 with real_tensors():
                     return _answered(made, tensor, out)
             result = self._meet(collective, record, tensor, out)
-            made.values = _answer(result, tensor)
+            if recording.log.calls.keeps_values:
+                made.values = _answer(result, tensor)
             return result
 
     def _meet(self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None) -> Any:

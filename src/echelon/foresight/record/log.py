@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from types import CodeType
@@ -17,7 +16,7 @@ import torch
 
 from echelon._torch_private.autograd import is_in_backward, next_node_number, node_number
 from echelon.call_site import calling_place, line_of
-from echelon.foresight.record.calls import Answers, Call, Calls
+from echelon.foresight.record.calls import Call, Calls
 from echelon.foresight.record.overlay import Overlay
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
 
@@ -52,10 +51,9 @@ class Where(NamedTuple):
 class Log:
     """Entries of one rank, and its present stream, module and phase."""
 
-    def __init__(self, answers: Answers = (), clock: Callable[[], float] = time.perf_counter) -> None:
-        """Takes the calls of an earlier recording, if they answer those of this one."""
+    def __init__(self, calls: Calls) -> None:
         self.entries: list[Entry] = []
-        self.calls = Calls(answers, clock)
+        self.calls = calls
         self.computed: list[tuple[int, int, object]] = []
         """(first entry, entry after the last one, step) of the steps of a schedule, such as those of a pipeline."""
         self.stream = 0

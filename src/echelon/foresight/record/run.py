@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from echelon._torch_private.tensors import real_tensors, recorded_tensors
 from echelon.backends.admission import taking_fake_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
-from echelon.foresight.record.calls import Answers
+from echelon.foresight.record.calls import Answers, Calls
 from echelon.foresight.record.communication import RecordedGroup
 from echelon.foresight.record.compiling import not_compiled
 from echelon.foresight.record.device import OnDevice, OnHost
@@ -99,7 +100,7 @@ class Records(NamedTuple):
 
     traces: dict[int, Trace]
     calls: dict[int, Answers]
-    """By rank, until the end of the last step."""
+    """By rank, until the end of the last step. Empty unless they are wanted, see `Request.keeps_calls`."""
 
 
 def record(
@@ -326,7 +327,8 @@ class _Run:
         try:
             backend.begin()
             timing = self._request.timing
-            log = Log(self._request.answers) if timing is None else Log(self._request.answers, timing.clock)
+            clock = time.thread_time if timing is None else timing.clock
+            log = Log(Calls(self._request.answers, clock, self._request.keeps_calls))
             memory = Memory(log)
             until = Until(self._request.until) if self._request.until else None
             steps = self._steps[rank] = Steps(log, memory, self._request.steps, until is None, timing)
@@ -351,7 +353,8 @@ class _Run:
             if until and not steps.num_done:
                 raise until.missing(rank)
             self.traces[rank] = steps.trace(rank, world_size)
-            self.answers[rank] = log.calls.of_all_steps()
+            if self._request.keeps_calls:
+                self.answers[rank] = log.calls.of_all_steps()
             self._world.returned.add(rank)
         except Ended:
             raise
