@@ -309,3 +309,20 @@ def with_another_engine(group, path):
 def test_an_engine_of_torch_below_itself_is_refused(pool, tmp_path):
     with pytest.raises(LaunchError, match="ECHELON_BACKEND=gloo under torch"):
         pool.run(with_another_engine, 1, str(tmp_path / "store"))
+
+
+def backend_below(group):
+    """Called with the environment that a launched rank has."""
+    import echelon.interop.torch_distributed  # noqa: F401 # registers the backend
+
+    dist.init_process_group("cpu:echelon")
+    try:
+        below = dist.group.WORLD.group
+        return type(below.backend).__name__, below.world_size
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("backend", "name"), [("shm", "SharedMemoryBackend"), ("tcp", "TcpBackend")])
+def test_the_backend_of_a_spawned_rank_is_the_one_below_torch(pool, backend, name):
+    assert pool.run(backend_below, 2, backend=backend) == [(name, 2)] * 2
