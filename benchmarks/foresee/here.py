@@ -38,7 +38,7 @@ from gpt import loss_of, make_gpt
 from harness import options_of, print_environment, print_head, print_row
 from slow_link import Unavailable, run_ranks, slow_link
 
-WARM_UP, STEPS, RUNS = 3, 8, 5
+WARM_UP, STEPS, RUNS = 5, 20, 5
 BACKENDS = {"shared-memory": "shm", "loopback": "tcp"}
 SLOW = "1 Gbit/s, 1 ms"
 """Link between two namespaces, as between two hosts."""

@@ -51,7 +51,7 @@ class ForeseeOptions:
         str | None, value("ARGS", 'Foresee each combination of script arguments, as "--tp {1,2,4} --pp {1,2}".')
     ] = None
     calibrate: Annotated[
-        str | None, value("FILE", "Measure this machine's processors for --gpu, about a minute, and end.")
+        str | None, value("FILE", "Measure this machine's GPU (--gpu cpu: its processors) for --gpu, and end.")
     ] = None
     json: Json = False
     html: Annotated[str | None, value("FILE", "Write the report with timeline and memory as one HTML file.")] = None
@@ -119,7 +119,7 @@ def foresee(options: ForeseeOptions) -> int:
     """
     options.check()
     if options.calibrate is not None:
-        return _calibrate(options.calibrate)
+        return _calibrate(options.calibrate, options.gpu)
     assert options.num_ranks is not None, "checked"
     if options.sweep is not None:
         return _sweep(options, options.sweep)
@@ -152,14 +152,20 @@ def foresee(options: ForeseeOptions) -> int:
     return 0 if seen.fits else 1
 
 
-def _calibrate(path: str) -> int:
-    from echelon.foresight.calibrate import calibrate, save  # late: it imports torch
+def _calibrate(path: str, gpu: str) -> int:
+    # Late: they import torch.
+    import torch
+
+    from echelon.foresight.calibrate import calibrate, save
+    from echelon.foresight.calibrate_gpu import calibrate_gpu
 
     shown = console()
     shown.say("measuring this machine: leave it alone for a minute")
-    device = calibrate()
+    is_gpu = gpu != "cpu" and torch.cuda.is_available()
+    device = calibrate_gpu() if is_gpu else calibrate()
     write_files((path, lambda file: save(device, file)))
-    shown.say(f"wrote {path}: {device.cores} processors; use it by --gpu {path}")
+    measured = device.name if is_gpu else f"{device.cores} processors"
+    shown.say(f"wrote {path}: {measured}; use it by --gpu {path}")
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.arguments import is_count
+from echelon.arguments import is_amount, is_count
 from echelon.errors import LaunchError
 from echelon.foresight.links import links
 from echelon.foresight.play.device import Curve, Device
@@ -29,6 +29,14 @@ from echelon.foresight.record.run import record
 from echelon.foresight.trace import Kernel
 
 _FORMAT = 2
+_ABOVE_ZERO = (
+    "memory_bytes",
+    "memory_bandwidth",
+    "local_bandwidth",
+    "matmul_share",
+    "attention_share",
+    "memory_share",
+)
 _SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 """Elements of the tensors of kernels that are bound by memory."""
 _SIDES = (1, 8, 32, 128, 512, 1024)
@@ -112,13 +120,21 @@ def load(path: str | os.PathLike[str]) -> Device:
         if values.pop("format") != _FORMAT:
             raise ValueError("it is of another format")
         values["curves"] = _curves_of(values["curves"])
-        for name in ("add", "attention", "attention_backward", "matmul_m", "matmul_n", "matmul_k"):
-            _check_curve(name, values["curves"][name])
-        if not is_count(values["cores"], 1):
-            raise ValueError(f"cores is {values['cores']!r}")
-        if not isinstance(values["machine"], str):
-            raise ValueError(f"machine is {values['machine']!r}")
-        values["peak"] = MappingProxyType(values["peak"])
+        if values["is_synchronous"]:
+            for name in ("add", "attention", "attention_backward", "matmul_m", "matmul_n", "matmul_k"):
+                _check_curve(name, values["curves"][name])
+        for name in ("num_sms", "per_host", *["cores"] * values["is_synchronous"]):
+            if not is_count(values[name], 1):
+                raise ValueError(f"{name} is {values[name]!r}")
+        for name in _ABOVE_ZERO:
+            if not (is_amount(values[name]) and values[name] > 0):
+                raise ValueError(f"{name} is {values[name]!r}")
+        for name in ("name", "machine", "generation"):
+            if not isinstance(values[name], str):
+                raise ValueError(f"{name} is {values[name]!r}")
+        values["peak"] = MappingProxyType({"float32": values["peak"]["float32"], **values["peak"]})
+        if not all(is_amount(rate) and rate > 0 for rate in values["peak"].values()):
+            raise ValueError(f"peak is {dict(values['peak'])!r}")
         networks = {name: (float(latency), float(rate)) for name, (latency, rate) in values["networks"].items()}
         values["networks"] = MappingProxyType(networks)
         values["links"] = MappingProxyType({name: _links_of(curves) for name, curves in values["links"].items()})
