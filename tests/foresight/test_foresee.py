@@ -40,6 +40,27 @@ def test_figures_of_a_step():
     assert seen.timeline.starts
 
 
+def gathered():
+    """All ranks reduce one large tensor, with nothing beside it."""
+    device = programs.begin()
+    weight = torch.nn.Parameter(torch.ones(1 << 26, device=device))
+    optimizer = torch.optim.SGD([weight])
+    while True:
+        weight.grad = torch.ones_like(weight)
+        dist.all_reduce(weight.grad)
+        optimizer.step()
+
+
+def test_narrow_uplinks_lengthen_a_step_between_hosts():
+    wide = echelon.foresee(gathered, 16, hosts=2)
+    narrow = echelon.foresee(gathered, 16, hosts=2, oversubscription=4.0, rails=8)
+    assert narrow.step_seconds > 1.5 * wide.step_seconds
+    assert wide.on(oversubscription=4.0, rails=8).step_seconds == narrow.step_seconds
+    assert narrow.on(network="infiniband-800g").cluster.oversubscription == 4.0
+    with pytest.raises(LaunchError, match=r"oversubscription=0\.5"):
+        wide.on(oversubscription=0.5)
+
+
 def uneven():
     """Three rows on two ranks: the last rank has one row less."""
     device = programs.begin()

@@ -38,6 +38,10 @@ class ForeseeOptions:
         str | None, value("HOSTS", "Number of equal hosts, or ranks of each, as 8,8,4.  [default: as many as needed]")
     ] = None
     network: Annotated[str, value("NAME", "Network between the hosts.")] = "infiniband-400g"
+    rails: Annotated[int, value("COUNT", "Separate networks, one for each NIC of a host; 0 for a single one.")] = 0
+    oversubscription: Annotated[
+        float, value("RATIO", "Bandwidth of a host's NICs by that of its uplink: 2 if the uplink has half.")
+    ] = 1.0
     steps: Annotated[int, value("COUNT", "Steps to run; the last one is foreseen, the others warm up.")] = 2
     until: Annotated[
         str | None, value("FUNCTION", "Function whose return ends a step.  [default: the optimizers' steps]")
@@ -91,7 +95,7 @@ class ForeseeOptions:
     def words(self) -> list[str]:
         """Returns the options as words of a command line, without --sweep and the output's."""
         found = ["-n", str(self.num_ranks)]
-        for name in ("gpu", "hosts", "network", "steps", "until", "tokens", "seed"):
+        for name in ("gpu", "hosts", "network", "rails", "oversubscription", "steps", "until", "tokens", "seed"):
             if (given := getattr(self, name)) is not None:
                 found += [f"--{name}", str(given)]
         found += ["--allow-writes"] * self.allow_writes
@@ -103,6 +107,8 @@ class ForeseeOptions:
             "gpu": self.gpu,
             "hosts": _hosts(self.hosts),
             "network": self.network,
+            "rails": self.rails,
+            "oversubscription": self.oversubscription,
             "steps": self.steps,
             "seed": self.seed,
             "allow_writes": self.allow_writes,

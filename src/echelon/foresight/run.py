@@ -164,11 +164,14 @@ class Foreseen:
         gpu: str | Device | None = None,
         hosts: int | Sequence[int] | None = None,
         network: Network | str | None = None,
+        rails: int | None = None,
+        oversubscription: float | None = None,
     ) -> Foreseen:
         """Returns the same program on other hardware. Plays the step again, and records nothing.
 
         Args:
-            gpu, hosts, network: as for `foresee`. None: as before, but with the hosts that a new device needs.
+            gpu, hosts, network, rails, oversubscription: as for `foresee`. None: as before, but with the hosts that a
+                new device needs.
 
         Raises:
             LaunchError: an argument is invalid, or one of the devices is a processor and the other a GPU.
@@ -182,7 +185,14 @@ class Foreseen:
         if hosts is None and gpu is None:
             hosts = self.cluster.hosts
         network = self.network if network is None else network
-        cluster = cluster_of(network, device, self.world_size, hosts)
+        cluster = cluster_of(
+            network,
+            device,
+            self.world_size,
+            hosts,
+            rails=self.cluster.rails if rails is None else rails,
+            oversubscription=self.cluster.oversubscription if oversubscription is None else oversubscription,
+        )
         traces = self.traces
         if device.machine != self.device.machine:
             traces = {rank: replace(trace, measured=()) for rank, trace in traces.items()}
@@ -254,6 +264,8 @@ def foresee(
     gpu: str | Device = "h100",
     hosts: int | Sequence[int] | None = None,
     network: Network | str = "infiniband-400g",
+    rails: int = 0,
+    oversubscription: float = 1.0,
     steps: int = 2,
     seed: int = 0,
     allow_writes: bool = False,
@@ -275,6 +287,8 @@ def foresee(
         gpu: device of every rank: the name of one, the file of `echelon foresee --calibrate`, or a `Device`.
         hosts: how many hosts of equal size, or the ranks of each. None: as many as the devices need.
         network: network between the hosts: the name of one, or a `Network`.
+        rails: separate networks between hosts. NICs with equal places on their hosts share one. 0: a single network.
+        oversubscription: bandwidth of a host's NICs by that of its uplink, at least 1. 2: the uplink has half.
         steps: steps to run. The last one is foreseen, the others warm up. A step ends when all optimizers have stepped.
         seed: seed of the random ranks that confirm a role.
         allow_writes: whether the program may write files.
@@ -299,7 +313,7 @@ def foresee(
     if until is not None and not (isinstance(until, str) and all(map(str.isidentifier, until.split(".")))):
         raise LaunchError(f"until={until!r}: give the name of a function, as 'train_step' or 'Trainer.step'")
     device = _device(gpu)
-    cluster = cluster_of(network, device, world_size, hosts)
+    cluster = cluster_of(network, device, world_size, hosts, rails=rails, oversubscription=oversubscription)
     is_here = bool(device.machine) and device.machine == this_machine()
     roles = Roles(world_size, seed)
 

@@ -143,7 +143,14 @@ def test_hosts_that_do_not_have_the_ranks_are_refused(hosts):
 
 @pytest.mark.parametrize(
     "change",
-    [{"bandwidth": 0}, {"latency": -1}, {"local_bandwidth": -1}, {"oversubscription": 0.5}, {"hosts": ()}],
+    [
+        {"bandwidth": 0},
+        {"latency": -1},
+        {"local_bandwidth": -1},
+        {"oversubscription": 0.5},
+        {"rails": -1},
+        {"hosts": ()},
+    ],
     ids=str,
 )
 def test_impossible_clusters_are_refused(change):

@@ -66,6 +66,8 @@ class Cluster:
         for name in ("latency", "local_latency"):
             if not is_amount(getattr(self, name)):
                 raise LaunchError(f"{name}={getattr(self, name)!r}: give seconds, at least 0")
+        if not is_count(self.rails, 0):
+            raise LaunchError(f"rails={self.rails!r}: give how many networks join the hosts, or 0 for a single one")
         if not is_factor(self.oversubscription) or self.oversubscription < 1:
             raise LaunchError(f"oversubscription={self.oversubscription!r}: give a ratio of at least 1")
 
