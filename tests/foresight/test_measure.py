@@ -5,7 +5,9 @@ import errno
 import os
 import re
 import signal
+import socket
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 import torch
@@ -246,3 +248,26 @@ def test_times_of_links_are_linear_in_the_logarithm_of_the_ranks(kind, num_ranks
         "reduce_scatter 2": ((8.0, 7.0), (16.0, 7.0)),
     }
     assert measured_seconds(links, kind, num_ranks, 10) == pytest.approx(seconds)
+
+
+def test_timed_ranks_meet_until_each_has_reported():
+    ends = [socket.socketpair() for _ in range(3)]
+    met = []
+
+    def rank(line, times):
+        for _ in range(times):
+            line.send(b".")
+            met.append(line.recv(1))
+        line.sendall(b"[0.5]")
+        line.close()
+
+    threads = [Thread(target=rank, args=(far, times)) for (_, far), times in zip(ends, (1, 3, 3), strict=True)]
+    for each in threads:
+        each.start()
+    children = [measure._Child(number, 0, near) for number, (near, _) in enumerate(ends)]
+    assert measure._reports(children) == {0: [0.5], 1: [0.5], 2: [0.5]}
+    for each in threads:
+        each.join()
+    for near, _ in ends:
+        near.close()
+    assert met == [b"."] * 7

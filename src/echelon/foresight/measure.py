@@ -3,6 +3,7 @@
 Strategy. As many processes run at once as ranks would on a host, because they share its memory and its caches. Each is
 a copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. Where each has
 a processor of its own, seconds are those of the clock, as the kernel's work in between delays a real step as well.
+Optimizers of all ranks begin at once, as after the last collective of a real step: they are bound by shared memory.
 A step is only timed where that is safe: it writes no file, has memory, and is ended when it takes too long.
 """
 
@@ -13,6 +14,7 @@ import math
 import os
 import selectors
 import signal
+import socket
 import statistics
 import time
 import warnings
@@ -20,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle, islice
+from os import _exit  # the original: for simulated ranks it is replaced
+from typing import NamedTuple
 
 from echelon.foresight.record.calls import Answers, OtherCalls
 from echelon.foresight.record.processes import has_device_threads
@@ -29,6 +33,8 @@ from echelon.foresight.trace import Allocate, Free, Kernel, Trace
 from echelon.simulation.process.random_state import cores_here
 
 _TIMING = Timing(steps=4, seconds=1.5)
+_MEETING = b"."
+"""Byte by which a timed rank tells that it is at an optimizer, and by which all go on."""
 _DEADLINE = 300.0
 """Seconds until timed processes are ended."""
 _MEMORY_SHARE = 0.8
@@ -112,55 +118,83 @@ def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -
     """
     cores = sorted(cores_here())
     clock = time.perf_counter if len(ranks) <= len(cores) else time.thread_time
-    children: dict[int, int] = {}
-    lines: dict[int, int] = {}
+    children: list[_Child] = []
     try:
         for number, rank in enumerate(ranks):
-            ready, report = os.pipe()
-            lines[ready] = rank
-            try:
+            near, far = socket.socketpair()
+            with far:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which have ended
-                    child = os.fork()
-                if not child:
-                    _be_rank(request, rank, calls[rank], cores[number % len(cores)], clock, report)
-                children[ready] = child
-            finally:
-                os.close(report)
-        return _reports(lines)
+                    try:
+                        pid = os.fork()
+                    except OSError:
+                        near.close()
+                        raise
+                if not pid:
+                    for line in (near, *(each.line for each in children)):
+                        line.close()  # or no rank would see that this process has ended
+                    _be_rank(request, rank, calls[rank], cores[number % len(cores)], clock, far)
+            children.append(_Child(rank, pid, near))
+        return _reports(children)
     except OSError as error:
         return dict.fromkeys(ranks, f"this process cannot be copied: {error.strerror}")
     finally:
-        for ready in lines:
-            os.close(ready)
-        for child in children.values():
+        for child in children:
+            child.line.close()
             with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+                os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
 
 
-def _reports(lines: Mapping[int, int]) -> dict[int, list[float] | str]:
-    """Returns the first report of each rank, of file descriptors and their ranks."""
-    texts: dict[int, bytes] = dict.fromkeys(lines, b"")
+class _Child(NamedTuple):
+    """Process in which a rank is timed."""
+
+    rank: int
+    pid: int
+    line: socket.socket
+
+
+def _reports(children: Sequence[_Child]) -> dict[int, list[float] | str]:
+    """Returns the first report of each rank. Until then they meet wherever an optimizer begins, as in a real run."""
+    texts: dict[_Child, bytes] = dict.fromkeys(children, b"")
+    waiting: set[_Child] = set()
+    running = set(children)
     end = time.monotonic() + _DEADLINE
     found: dict[int, list[float] | str] = {}
     with selectors.DefaultSelector() as selector:
-        for line in lines:
-            selector.register(line, selectors.EVENT_READ)
-        while selector.get_map() and (left := end - time.monotonic()) > 0:
+        for child in children:
+            selector.register(child.line, selectors.EVENT_READ, child)
+        while running and (left := end - time.monotonic()) > 0:
             for key, _ in selector.select(left):
-                if part := os.read(key.fd, 1 << 16):
-                    texts[key.fd] += part
+                child = key.data
+                if part := child.line.recv(1 << 16):
+                    texts[child] += part
+                    if part == _MEETING:
+                        waiting.add(child)
                     continue
-                selector.unregister(key.fd)
-                text = texts[key.fd]
-                found.setdefault(lines[key.fd], json.loads(text) if text else "it died")
+                selector.unregister(child.line)
+                running.remove(child)
+                text = texts[child].lstrip(_MEETING)
+                found.setdefault(child.rank, json.loads(text) if text else "it died")
+            if waiting == running:
+                for child in waiting:
+                    with suppress(OSError):  # it has died meanwhile
+                        child.line.send(_MEETING)
+                waiting.clear()
     late = f"it had not ended after {_DEADLINE:g} s"
-    return {rank: found.get(rank, late) for rank in lines.values()}
+    return {child.rank: found.get(child.rank, late) for child in children}
 
 
-def _be_rank(request: Request, rank: int, answers: Answers, core: int, clock: Callable[[], float], report: int) -> None:
+def _be_rank(
+    request: Request, rank: int, answers: Answers, core: int, clock: Callable[[], float], line: socket.socket
+) -> None:
     """Runs a rank in a child process, and ends the process."""
+
+    def meet() -> None:
+        line.send(_MEETING)
+        if not line.recv(1):
+            _exit(1)  # the parent has ended
+
     try:
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where memory is short after all, it ends and not its parent
@@ -168,16 +202,16 @@ def _be_rank(request: Request, rank: int, answers: Answers, core: int, clock: Ca
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
         os.sched_setaffinity(0, {core})
+        timing = _TIMING._replace(clock=clock, meet=meet)
         try:
-            alone = request._replace(timing=_TIMING._replace(clock=clock), answers=answers, allow_writes=False)
+            alone = request._replace(timing=timing, answers=answers, allow_writes=False)
             recorded = record_in_turn(alone, lambda traces: [] if traces else [rank])
             result: object = _medians(recorded.calls[rank], request.steps)
         except (Exception, OtherCalls) as error:
             result = f"{type(error).__name__}: {error}".partition("\n")[0]
-        with open(report, "w") as file:
-            json.dump(result, file)
+        line.sendall(json.dumps(result).encode())
     finally:
-        os._exit(0)
+        _exit(0)
 
 
 def _medians(calls: Answers, warm_up: int) -> list[float]:

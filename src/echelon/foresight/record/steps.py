@@ -31,6 +31,8 @@ class Timing(NamedTuple):
     """How long at least."""
     clock: Callable[[], float] = time.perf_counter
     """Returns the seconds of the program so far."""
+    meet: Callable[[], None] = lambda: None
+    """Waits for the ranks that are timed at the same time. Called where an optimizer begins."""
 
 
 class Steps:
@@ -77,7 +79,9 @@ class Steps:
                 # Another one has not stepped, and perhaps never will. The step was over with the last one that did.
                 self._made = weakref.WeakSet(self._stepped)
                 self._finish(*self._end)
-            if self._timing is None:
+            if self._timing is not None:
+                self._timing.meet()
+            else:
                 gc.collect()  # at fixed points only, so that memory is freed at the same entry in every run
             for group in optimizer.param_groups:
                 self._memory.mark(group["params"], "parameters")
