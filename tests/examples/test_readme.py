@@ -56,12 +56,20 @@ def test_the_other_python_blocks_run(capsys, tmp_path, monkeypatch):
     exec(planning, {})
     assert capsys.readouterr().out == "14.9% bubble, at most 4 activations\n"
     monkeypatch.chdir(tmp_path)
-    model, steps = torch.nn.Linear(1, 1), []
+    model, steps = torch.nn.Linear(64, 64), []
     names = {"echelon": echelon, "model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
     exec(checkpoints, names | {"train_step": steps.append})
     exec(checkpoints, names | {"train_step": steps.append})  # there is nothing left to do
     assert steps == list(range(1, 301))
     assert echelon.checkpoint.Store("runs/gpt").steps() == [100, 200, 300]
+    with open("runs/gpt/step-00000300/rank-00000.safetensors", "r+b") as file:
+        file.seek(1000)
+        file.write(b"damaged")
+    ((command, expected),) = re.findall(r"```console\n\$ echelon (checkpoint .*)\n((?:.*\n)*?)```", readme)
+    assert main(command.split()) == 1
+    assert capsys.readouterr().out == expected
+    with pytest.raises(echelon.CheckpointError, match=r"is damaged: .*bias, weight.*load step=200"):
+        exec(checkpoints, names)
 
 
 def test_the_plan_command_runs(capsys):
