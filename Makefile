@@ -1,5 +1,5 @@
 # Every target does its own set-up: a virtual environment in .venv with the package and what it needs.
-# The set-up runs once; it runs again when pyproject.toml or constraints.txt change.
+# The set-up runs once; it runs again when pyproject.toml, constraints.txt or the native library's sources change.
 #   make PYTHON=/path/to/python3.12 test     picks the interpreter that .venv is made from
 # `make compat` has a virtual environment for each version of torch, as .venv-torch-2.15.0, and leaves .venv alone.
 
@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INTEROP := $(VENV)/.interop
+
+# An installation compiles them into the package.
+NATIVE := hatch_build.py native/build.py $(wildcard native/*.[ch])
 
 # For make compat: a version of torch, and more arguments for pytest, as ARGS="tests/interop -x". For make mutations: words
 # that choose some of them, as ARGS=reducer. For make conformance-simulated: as ARGS="test_dtensor.py --source ../pytorch".
@@ -102,7 +105,7 @@ define make_venv
 endef
 
 # The constraints file pins torch for development; pyproject.toml states the range that the package supports.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	$(call make_venv,$(VENV))
 	@echo "installing the package and what it needs into $(VENV): this takes a minute or a few, once"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
@@ -114,7 +117,7 @@ $(INTEROP): $(STAMP)
 	@touch $@
 
 # The same with one version of torch, $*, in place of the one that constraints.txt pins.
-.venv-torch-%/.installed: pyproject.toml constraints.txt
+.venv-torch-%/.installed: pyproject.toml constraints.txt $(NATIVE)
 	$(call make_venv,$(@D))
 	@echo "installing torch $*, the package and what it needs into $(@D): this takes some minutes, once"
 	@sed '/^torch==/d' constraints.txt > $(@D)/constraints.txt

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 
 import torch
 
+from echelon._native import copy
 from echelon._torch_private.autograd import forward_ad_level
 from echelon._torch_private.tensors import dispatch_depth, transform_stack
 from echelon.backends.admission import (
@@ -81,7 +81,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def copy_from(address: int, tensor: torch.Tensor) -> None:
     """Overwrites a contiguous CPU tensor with the bytes that stand at a place in this process's memory."""
     if num_bytes := tensor.nbytes:
-        ctypes.memmove(tensor.data_ptr(), address, num_bytes)
+        copy(tensor.data_ptr(), address, num_bytes)
 
 
 def copy_contiguous(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ def copy_contiguous(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.nbytes != size:
         raise SizeMismatch(f"{size} bytes", source.nbytes, "a copy")
     if size:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+        copy(target.data_ptr(), source.data_ptr(), size)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch.distributed import ReduceOp
 
+from echelon._native import OPS, combine, use_tensors
 from echelon.arguments import choices
 from echelon.errors import UnsupportedOp
 
@@ -79,6 +80,11 @@ _OPERATORS = {
         Operator("bxor", torch.bitwise_xor, _is_bits),
     )
 }
+
+
+OP_NUMBERS = {name: number for number, name in enumerate(OPS)}
+"""Reductions that the native library has, as it numbers them."""
+use_tensors(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter)
 
 
 _TORCH_NAMES = {"avg": "mean", **{name.upper(): name for name in _OPERATORS}, "AVG": "mean"}
@@ -154,6 +160,10 @@ def combine_in_order(target: torch.Tensor, parts: Sequence[torch.Tensor], operat
 
     8- and 16-bit floats are combined as float32, and rounded once at the end instead of at every step.
     """
+    # Fast path: one pass over all parts, for contiguous tensors of the common dtypes.
+    op = OP_NUMBERS.get(operator.name)
+    if op is not None and combine(op, target, *parts):
+        return
     dtype = target.dtype
     wide = accumulation_dtype(dtype)
     # A mean would be rounded twice.

@@ -14,7 +14,6 @@ takes less time than waiting until all have read.
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from echelon._native import copy
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import as_bytes, copy_contiguous
 from echelon.backends.shared.collectives.rank_region import Shared, SmallBuffers
@@ -212,7 +212,7 @@ class Exchange(NamedTuple):
             # An error, no assert: under `python -O` a peer's wrong sizes would overwrite memory behind the result.
             if target + size > end:
                 raise ProtocolError(f"rank {owner} of the group published {size} bytes, more than its rows take")
-            ctypes.memmove(target, source, size)
+            copy(target, source, size)
             target += size
 
     def _where_they_are(self) -> list[torch.Tensor] | None:
@@ -246,13 +246,13 @@ class Exchange(NamedTuple):
             place, begin = rooms.slot_at(rank, slot), piece * width
             for lane, block, size in shown:
                 if begin < size:
-                    ctypes.memmove(place + lane, block + begin, min(width, size - begin))
+                    copy(place + lane, block + begin, min(width, size - begin))
 
         def read(piece: int, slot: int) -> None:
             begin = piece * width
             for owner, lane, target, size in wanted:
                 if begin < size:
-                    ctypes.memmove(target + begin, rooms.slot_at(owner, slot) + lane, min(width, size - begin))
+                    copy(target + begin, rooms.slot_at(owner, slot) + lane, min(width, size - begin))
 
         # All ranks run as many pieces as the longest block needs: their ticks have to match.
         longest = max((size for head in heads for size in head.read_sizes()), default=0)
@@ -264,10 +264,10 @@ def _write(place: int, blocks: int, head: Head) -> None:
     offsets, starts = head.offsets, head.starts
     before = len(head.sizes) if head.unread is None else head.unread
     # Two copies at most: the blocks before the unread one, and the blocks after it.
-    ctypes.memmove(place + starts[0], blocks, offsets[before])
+    copy(place + starts[0], blocks, offsets[before])
     if head.unread is not None:
         after = offsets[before + 1]
-        ctypes.memmove(place + starts[before], blocks + after, offsets[-1] - after)
+        copy(place + starts[before], blocks + after, offsets[-1] - after)
 
 
 # Cached: programs repeat the same sizes, and a header costs several tuples.

@@ -36,6 +36,9 @@ def broadcast(
         if not is_source and flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
         return tensor
+    # Fast path: copies and meeting are one call of the native library.
+    if shared.board.broadcast(call, src, tensor.nbytes, tensor):
+        return tensor
     small = shared.rooms.small(call.sequence, tensor.shape, tensor.dtype)
     if is_source:
         small.write(tensor)

@@ -5,7 +5,6 @@ Values are combined in rank order on every rank, so all get the same bits. 8- an
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -13,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from echelon._native import copy
 from echelon.backends.collective import result_buffer
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import copy_contiguous
-from echelon.backends.operators import Operator, combine_in_order
+from echelon.backends.operators import OP_NUMBERS, Operator, combine_in_order
 from echelon.backends.shared.collectives.exchange import exit_barrier, meet_with
 from echelon.backends.shared.collectives.rank_region import Shared
 from echelon.backends.shared.collectives.streaming import pass_by, stream
@@ -34,31 +34,24 @@ def small_all_reduce(
 ) -> torch.Tensor:
     """Reduces a tensor of at most 256 KiB over all ranks, in place. One meeting.
 
-    Each rank reduces all inputs. If cores are short, the first publishes its result and the others copy it.
+    Each rank reduces all inputs. If cores are short, the first publishes a result of up to 2 KiB, for ranks that get a
+    core later.
     """
-    board, shape, dtype = shared.board, tensor.shape, tensor.dtype
-    # Fast path: `small` of buffers that are known.
-    small = shared.rooms.known.get((call.sequence & 1, shape, dtype)) or shared.rooms.small(call.sequence, shape, dtype)
-    is_contiguous = tensor.is_contiguous()
-    if is_contiguous:
-        ctypes.memmove(small.own, tensor.data_ptr(), small.num_bytes)
+    # Fast path: copies, meeting and sum are one call of the native library.
+    op = OP_NUMBERS.get(operator.name)
+    if op is not None and shared.board.all_reduce(call, op, tensor.nbytes, tensor):
+        return tensor
+    small = shared.rooms.small(call.sequence, tensor.shape, tensor.dtype)
+    small.write(tensor)
+    shared.board.meet(call)
+    if tensor.is_contiguous():
+        combine_in_order(tensor, small.places, operator)
     else:
-        small.write(tensor)
-    board.meet(call)
-    size = small.num_bytes
-    if not is_contiguous:
         # Contiguous first, as on the other ranks: element by element torch gives other bits of NaN, of the smaller of
-        # 0.0 and -0.0, and of complex products. A view with strides could not be published, either.
+        # 0.0 and -0.0, and of complex products.
         total = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         combine_in_order(total, small.places, operator)
         tensor.copy_(total)
-    elif not shared.takes_turns or size > memory_layout.RESULT_BYTES:
-        combine_in_order(tensor, small.places, operator)
-    elif (result := board.result()) is not None:
-        ctypes.memmove(tensor.data_ptr(), result, size)
-    else:
-        combine_in_order(tensor, small.places, operator)
-        board.give_result(tensor.data_ptr(), size)
     return tensor
 
 
@@ -235,7 +228,7 @@ def _reduce_pieces(
 
     def write(number: int, slot: int) -> None:
         piece = pieces[number]
-        ctypes.memmove(rooms.slot_at(rank, slot), piece.data_ptr(), piece.nbytes)
+        copy(rooms.slot_at(rank, slot), piece.data_ptr(), piece.nbytes)
 
     def read(number: int, slot: int) -> None:
         piece = pieces[number]
@@ -259,7 +252,7 @@ def _reduce_parts(shared: Shared, call: OperationRecord, flat: torch.Tensor, ope
         for peer, part in enumerate(_parts(len(pieces[number]), count, itemsize)):
             # This rank combines its own part from its tensor, so no peer reads it from the slot.
             if peer != rank:
-                ctypes.memmove(place + part.begin, piece + part.begin, part.num_bytes)
+                copy(place + part.begin, piece + part.begin, part.num_bytes)
 
     def combine(number: int, slot: int) -> None:
         begin, end = _parts(len(pieces[number]), count, itemsize)[rank].elements
@@ -273,7 +266,7 @@ def _reduce_parts(shared: Shared, call: OperationRecord, flat: torch.Tensor, ope
         piece = addresses[number]
         for peer, part in enumerate(_parts(len(pieces[number]), count, itemsize)):
             if peer != rank:
-                ctypes.memmove(piece + part.begin, rooms.slot_at(peer, slot) + part.begin, part.num_bytes)
+                copy(piece + part.begin, rooms.slot_at(peer, slot) + part.begin, part.num_bytes)
 
     stream(shared, call, len(pieces), write, combine, read)
 
@@ -329,7 +322,7 @@ def _reduce_shares(
         begin = piece * width
         for start, share, num_bytes in shown:
             if begin < num_bytes:
-                ctypes.memmove(rooms.slot_at(rank, slot) + start, share + begin, min(width, num_bytes - begin))
+                copy(rooms.slot_at(rank, slot) + start, share + begin, min(width, num_bytes - begin))
 
     def read(piece: int, slot: int) -> None:
         here, own = (flat[piece * size : (piece + 1) * size] for flat in (target, shares[rank]))

@@ -1,9 +1,7 @@
 """Counters and notes by which the ranks of a group synchronise in shared memory.
 
-Strategy. A rank writes only into its own region. It announces an operation by writing note and words there, then its
-tick. Every step of the operation is another tick. x86-64 keeps the order of stores and that of loads, so a rank that
-sees a tick sees all data written before it. An announcement stands until the operation after the next, when every peer
-has left this one. A note that equals the one of two operations ago need not be written again.
+Strategy. The native library announces operations and waits (`native/board.c`). It returns after each sleep, and this
+rank looks around before it goes on: for deaths, disagreements, the deadline. All errors and their texts are made here.
 
 A rank that gives up an operation withdraws its announcement before it tells anybody. A peer that finds it withdrawn
 waits to learn the cause. One thread at a time uses a sync block.
@@ -12,15 +10,15 @@ waits to learn the cause. One thread at a time uses a sync block.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
+import torch
+
+from echelon._native import Board, Code, core
 from echelon.backends.formats import memory_layout
 from echelon.backends.formats.wire import as_sent
-from echelon.backends.shared.memory import waiting
-from echelon.backends.shared.memory.segment import Window
+from echelon.backends.shared.memory.segment import Window, words_of
 from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.errors import CollectiveMismatch
 from echelon.operation_records import OperationRecord
@@ -32,22 +30,6 @@ that returns whether it has come, and the operation. Raises to end the wait."""
 _LOW_BITS = 0xFFFFFFFF
 # Mark of a withdrawn announcement. Operations are numbered from 1, so no mark of theirs is 0.
 _WITHDRAWN = 0
-
-
-class _Peer(NamedTuple):
-    """Positions of one rank's announcement, for every other operation."""
-
-    rank: int
-    tick: int
-    """Index of its tick among the words."""
-    mark: int
-    """Index of the word that identifies its operation. The operation's numbers follow."""
-    note: int
-    """Offset of its note."""
-    result_word: int
-    """Index of the word with the mark of the operation whose result it has published."""
-    result: int
-    """Offset of that result."""
 
 
 class SyncBlock:
@@ -68,24 +50,32 @@ class SyncBlock:
         self.rank = rank
         self._names = ranks
         self._memory = region.memory
-        self._words = memoryview(region.memory).cast("Q")
-        self._address = region.address
+        self._words = words_of(region)
         self._waiter = waiter
         self._look_around = check_liveness
-        self._fence = threading.Lock()
-        # Positions are computed once: the paths of small operations are indexing alone.
-        self._rooms = [[_peer(peer, number) for peer in range(len(ranks))] for number in (0, 1)]
-        self._others = [[room for room in rooms if room.rank != rank] for rooms in self._rooms]
-        self._asleep = [_index(peer, memory_layout.ASLEEP) for peer in range(len(ranks))]
-        self._peers_asleep = [word for peer, word in enumerate(self._asleep) if peer != rank]
-        self._own = self._rooms[0][rank]
-        # Own ticks are kept in Python as well: nobody else writes the word.
-        self._ticks = self._words[self._own.tick]
-        self._announced = self._ticks
+        self._peers = [peer for peer in range(len(ranks)) if peer != rank]
+        self._state = state = Board(
+            region=region.address,
+            rank_bytes=memory_layout.ROOM_BYTES,
+            tick=memory_layout.TICK,
+            asleep=memory_layout.ASLEEP,
+            rank=rank,
+            num_ranks=len(ranks),
+            waiter=waiter.address,
+            result_bytes=memory_layout.RESULT_BYTES if waiter.is_oversubscribed else 0,
+            ticks=self._words[_index(rank, memory_layout.TICK)],
+        )
+        for number in (0, 1):
+            state.mark[number] = memory_layout.words_at(number)
+            state.result_mark[number] = memory_layout.result_word_at(number)
+            state.note[number] = memory_layout.note_at(number)
+            state.result[number] = memory_layout.result_at(number)
+            state.small[number] = memory_layout.small_at(number)
+        self._at = ctypes.addressof(state)
+        # The library compares notes by address: kept until the next note of the same copy takes its place.
         self._texts = [b"", b""]
-        self._number = 0
         self._text = b""
-        self._mark = 0
+        self._number = 0
 
     def meet(self, call: OperationRecord, words: Sequence[int] = ()) -> None:
         """Announces an operation with all data written so far, then blocks until all peers have announced it.
@@ -97,125 +87,119 @@ class SyncBlock:
         Raises:
             CollectiveMismatch: a peer has announced another one.
         """
-        self._number = number = call.sequence & 1
-        room = self._rooms[number][self.rank]
-        self._text = text = _encoded(call.operation)
-        # Identity, not equality: `_encoded` returns the same object for the same note while it is cached.
-        if text is not self._texts[number]:
-            self._memory[room.note : room.note + len(text)] = text
-            self._texts[number] = text
-        # The mark holds the number and the signature of all calls so far, so one comparison of words detects most
-        # disagreements.
-        self._mark = mark = (call.sequence & _LOW_BITS) << 32 | call.signature
-        words_of_all, memory = self._words, self._memory
-        words_of_all[room.mark] = mark
-        if words:
-            for index, word in enumerate(words, room.mark + 1):
-                words_of_all[index] = word
-        self._announced = self._ticks
-        self.tick()
-        level = self._announced + 1
-        for peer in self._others[number]:
-            # Fast path: a peer that came earlier costs a comparison and no call.
-            if words_of_all[peer.tick] < level:
-                self._wait(peer, level, call)
-            # Read after the tick, so mark and note are those of the announcement.
-            if words_of_all[peer.mark] != mark or memory[peer.note : peer.note + len(text)] != text:
-                raise self._disagreement(peer, call)
+        if code := core.meet(self._at, self._mark(call), self._text, *words):
+            self._finish(code, call)
+
+    def all_reduce(self, call: OperationRecord, op: int, num_bytes: int, tensor: torch.Tensor) -> bool:
+        """Reduces a small tensor over all ranks, in place, in one meeting. False if nothing was done.
+
+        Args:
+            call: the operation.
+            op: index of the reduction among those of the library.
+            num_bytes: of the tensor, at most SMALL_BYTES.
+            tensor: of this rank.
+
+        Raises:
+            CollectiveMismatch: a peer has announced another operation.
+        """
+        code = core.all_reduce(self._at, self._mark(call), self._text, op, num_bytes, tensor)
+        if code == Code.NOT_SO:
+            return False
+        if code:
+            self._finish(code, call)
+        return True
+
+    def broadcast(self, call: OperationRecord, source: int, num_bytes: int, tensor: torch.Tensor) -> bool:
+        """Overwrites a small tensor with rank `source`'s; otherwise as `all_reduce`."""
+        code = core.broadcast(self._at, self._mark(call), self._text, source, num_bytes, tensor)
+        if code == Code.NOT_SO:
+            return False
+        if code:
+            self._finish(code, call)
+        return True
 
     def withdraw(self, call: OperationRecord) -> None:
         """Withdraws the announcement of an operation that this rank gives up."""
-        self._words[self._rooms[call.sequence & 1][self.rank].mark] = _WITHDRAWN
+        self._words[_index(self.rank, memory_layout.words_at(call.sequence))] = _WITHDRAWN
 
     def tick(self) -> None:
         """Publishes everything written so far, and wakes the peers that sleep."""
-        self._ticks += 1
-        words = self._words
-        words[self._own.tick] = self._ticks
-        # Memory order: a locked instruction, so the tick is visible before `asleep` is read. x86-64 lets a load pass an
-        # earlier store, and a sleeper would be missed.
-        self._fence.acquire()
-        self._fence.release()
-        for asleep in self._peers_asleep:
-            if words[asleep]:
-                # One system call wakes all that sleep on this rank's tick, whichever peer's flag was seen.
-                waiting.wake(self._address + self._own.tick * memory_layout.WORD_BYTES)
-                return
+        core.tick(self._at)
 
     def wait_for_all(self, count: int, call: OperationRecord) -> None:
         """Blocks until all peers have made `count` ticks of this operation after their announcement."""
-        level = self._announced + 1 + count
-        words = self._words
-        for peer in self._others[0]:
-            if words[peer.tick] < level:
-                self._wait(peer, level, call)
+        if code := core.wait_for_all(self._at, count):
+            self._finish(code, call)
 
     def word(self, rank: int, index: int) -> int:
         """Returns a number that a rank has announced. Valid between `meet` and the next operation."""
-        return int(self._words[self._rooms[self._number][rank].mark + 1 + index])
+        return self._words[_index(rank, memory_layout.words_at(self._number)) + 1 + index]
 
-    def result(self) -> int | None:
-        """Returns the address of a result that a peer has published. None if there is none yet. Only after `meet`."""
-        words, mark = self._words, self._mark
-        for peer in self._others[self._number]:
-            if words[peer.result_word] == mark:
-                return self._address + peer.result
-        return None
+    def _mark(self, call: OperationRecord) -> int:
+        """Returns the word that identifies an operation, which becomes the current one."""
+        self._number = number = call.sequence & 1
+        # Identity, not equality: `_encoded` returns the same object for the same note while it is cached.
+        self._text = self._texts[number] = _encoded(call.operation)
+        # Number, and signature of all calls so far: one comparison of words detects most disagreements.
+        return (call.sequence & _LOW_BITS) << 32 | call.signature
 
-    def give_result(self, address: int, num_bytes: int) -> None:
-        """Publishes a result of at most RESULT_BYTES to the peers. Call it after `meet`."""
-        room = self._rooms[self._number][self.rank]
-        ctypes.memmove(self._address + room.result, address, num_bytes)
-        # Memory order: the result first, then the mark that announces it.
-        self._words[room.result_word] = self._mark
+    def _finish(self, code: int, call: OperationRecord) -> None:
+        """Looks around until the library has done an operation. Raises the error that ends it."""
+        state, words = self._state, self._words
+        while code:
+            peer = state.peer
+            if code == Code.DIFFERS:
+                raise self._disagreement(peer, call)
+            tick, level = _index(peer, memory_layout.TICK), state.level
+            self._look_around(self, peer, lambda tick=tick, level=level: words[tick] >= level, call)  # type: ignore[misc]
+            code = core.go_on(self._at)
 
     def disagreement(self) -> CollectiveMismatch | None:
         """Returns the mismatch with a peer that has announced another operation. None if there is none so far."""
-        for peer in self._others[self._number]:
-            if self._words[peer.tick] > self._announced:
-                mark = self._words[peer.mark]  # read once: a peer that gives up may withdraw it at any time
+        for peer in self._peers:
+            if self._words[_index(peer, memory_layout.TICK)] > self._state.announced:
+                mark = self._words[self._mark_at(peer)]  # read once: a peer that gives up may withdraw it at any time
                 if mark != _WITHDRAWN and not self._agrees(peer, mark):
                     return self._mismatch(peer, mark)
         return None
 
     def missing(self) -> list[int]:
         """Returns the ranks, as errors call them, that have not announced this rank's current operation."""
-        return [self._names[peer.rank] for peer in self._others[self._number] if not self._has_come(peer)]
+        return [self._names[peer] for peer in self._peers if not self._has_come(peer)]
 
-    def _has_come(self, peer: _Peer) -> bool:
-        return self._words[peer.tick] > self._announced and self._words[peer.mark] != _WITHDRAWN
+    def _has_come(self, peer: int) -> bool:
+        has_ticked = self._words[_index(peer, memory_layout.TICK)] > self._state.announced
+        return has_ticked and self._words[self._mark_at(peer)] != _WITHDRAWN
 
-    def _agrees(self, peer: _Peer, mark: int) -> bool:
-        return mark == self._mark and self._memory[peer.note : peer.note + len(self._text)] == self._text
+    def _mark_at(self, peer: int) -> int:
+        """Returns the index of the word with which a peer identifies its operation."""
+        return _index(peer, memory_layout.words_at(self._number))
 
-    def _wait(self, peer: _Peer, level: int, call: OperationRecord) -> None:
-        self._wait_for_word(peer, peer.tick, level, call)
+    def _note_at(self, peer: int) -> int:
+        """Returns the offset of a peer's note."""
+        return peer * memory_layout.ROOM_BYTES + memory_layout.note_at(self._number)
 
-    def _wait_for_word(self, peer: _Peer, index: int, level: int, call: OperationRecord) -> None:
-        self._waiter.wait(
-            self._words,
-            index,
-            level,
-            self._address + index * memory_layout.WORD_BYTES,
-            self._asleep[self.rank],
-            lambda: self._look_around(self, peer.rank, lambda: self._words[index] >= level, call),
-        )
+    def _agrees(self, peer: int, mark: int) -> bool:
+        note = self._note_at(peer)
+        return mark == self._state.mark_now and self._memory[note : note + len(self._text)] == self._text
 
-    def _disagreement(self, peer: _Peer, call: OperationRecord) -> CollectiveMismatch:
+    def _disagreement(self, peer: int, call: OperationRecord) -> CollectiveMismatch:
         """Returns the mismatch with a peer. If that has withdrawn, blocks until the cause is known and raises it."""
-        while (mark := self._words[peer.mark]) == _WITHDRAWN:
-            self._wait_for_word(peer, peer.mark, _WITHDRAWN + 1, call)
+        index, words = self._mark_at(peer), self._words
+        while (mark := words[index]) == _WITHDRAWN:
+            if core.wait_for_mark(self._at):
+                self._look_around(self, peer, lambda: words[index] != _WITHDRAWN, call)
         return self._mismatch(peer, mark)
 
-    def _mismatch(self, peer: _Peer, mark: int) -> CollectiveMismatch:
-        note = (
-            self._memory[peer.note : peer.note + memory_layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")
-        )
+    def _mismatch(self, peer: int, mark: int) -> CollectiveMismatch:
+        at = self._note_at(peer)
+        note = self._memory[at : at + memory_layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")
         theirs = f"{note or 'an operation without a note'}, #{mark >> 32}"
         return CollectiveMismatch(
-            f"rank {self._names[peer.rank]} is in {theirs}, this rank in {self._text[:-1].decode()}, "
-            f"#{self._mark >> 32}: every rank must call the same operations in the same order with the same arguments",
-            self._names[peer.rank],
+            f"rank {self._names[peer]} is in {theirs}, this rank in {self._text[:-1].decode()}, "
+            f"#{self._state.mark_now >> 32}: every rank must call the same operations in the same order with the same "
+            "arguments",
+            self._names[peer],
             theirs,
         )
 
@@ -224,17 +208,6 @@ class SyncBlock:
 def _encoded(note: str) -> bytes:
     """Returns a note as its bytes in memory. The same object for the same note while it is cached."""
     return as_sent(note).encode() + b"\0"
-
-
-def _peer(rank: int, number: int) -> _Peer:
-    return _Peer(
-        rank,
-        _index(rank, memory_layout.TICK),
-        _index(rank, memory_layout.words_at(number)),
-        rank * memory_layout.ROOM_BYTES + memory_layout.note_at(number),
-        _index(rank, memory_layout.result_word_at(number)),
-        rank * memory_layout.ROOM_BYTES + memory_layout.result_at(number),
-    )
 
 
 def _index(rank: int, place: int) -> int:

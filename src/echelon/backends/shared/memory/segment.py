@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from echelon._native import Words, core
 from echelon.backends.modes import normal_mode
 from echelon.backends.shared.memory.mapping import File, Mapping
 from echelon.errors import ConnectError, UnsupportedOp
@@ -39,6 +40,12 @@ class Window:
     def address(self) -> int:
         """Address of its first byte in this process."""
         return self.data.data_ptr()
+
+
+def words_of(window: Window) -> Words:
+    """Returns a window as 64-bit numbers, which keep it mapped."""
+    words: Words = core.words(window.address, len(window.memory) // 8, window.memory)
+    return words
 
 
 class Segment:

@@ -20,9 +20,10 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from echelon._native import Words, core
 from echelon.backends.formats import message_layout
 from echelon.backends.formats.arena import ARENA_BYTES, MIN_PART_BYTES
-from echelon.backends.shared.memory.segment import RANGE_BYTES, Segment, Window
+from echelon.backends.shared.memory.segment import RANGE_BYTES, Segment, Window, words_of
 
 # As many as there can be parts, so as many as there can be pieces that the reader is not done with.
 NUM_SLOT_WORDS = ARENA_BYTES // MIN_PART_BYTES
@@ -33,13 +34,14 @@ SLOT_WORDS = NUM_FREED_WORDS
 PARTS = (SLOT_WORDS + NUM_SLOT_WORDS) * 8
 """Offset of the parts in an arena's window, in bytes."""
 _ROOM_OF_ARENA = PARTS + ARENA_BYTES
+_PAGE_BYTES = 64 << 10
 
 
 class ArenaWindow(NamedTuple):
     """Arena as mapped by one rank."""
 
     window: Window
-    words: memoryview
+    words: Words
     """The window as 64-bit numbers."""
 
 
@@ -103,7 +105,7 @@ class MessageRegion:
         self.doorbells = Doorbells(doorbells, number)
         region = segment.map(0, _region_bytes(self.num_ranks, sizes))
         self.region = region
-        self.words = memoryview(region.memory).cast("Q")
+        self.words = words_of(region)
         # One row is contiguous, so a poll of all peers is a single slice and comparison.
         row = self.num_ranks * message_layout.WORDS_BYTES
         answers = (self.num_ranks + number) * row
@@ -132,7 +134,7 @@ class MessageRegion:
         """Maps an arena: the words of freed parts, the slot words, then the parts, see `PARTS`."""
         offset = writer * RANGE_BYTES + _region_bytes(self.num_ranks, self.sizes) + reader * _ROOM_OF_ARENA
         window = self._segment.map(offset, _ROOM_OF_ARENA)
-        return ArenaWindow(window, memoryview(window.memory).cast("Q"))
+        return ArenaWindow(window, words_of(window))
 
     @property
     def is_full(self) -> bool:
@@ -141,7 +143,7 @@ class MessageRegion:
 
     def wake(self, rank: int) -> None:
         """Wakes a rank if it sleeps. Called after its news were stored."""
-        # Memory order: the news before the read of `asleep`. x86-64 lets a load pass an earlier store.
+        # Memory order: the news before the read of `asleep`, which a processor may otherwise exchange.
         fence()
         sleep = self.words[self._asleep_words + rank * message_layout.NUM_WORDS]
         # Odd means asleep, and every sleep has a number of its own: a second message does not ring for the same sleep.
@@ -193,15 +195,13 @@ class MessageRegion:
 
 def fence() -> None:
     """Makes all earlier stores of this thread visible to other processes before any later load."""
-    # Python has no barrier, but taking a lock executes a locked instruction. The lock is new each time, so a thread
-    # that is interrupted here by the end of a tensor cannot block.
-    threading.Lock().acquire()
+    core.fence()
 
 
 def _words_bytes(num_ranks: int) -> int:
     size = num_ranks * (2 * num_ranks + 1) * message_layout.WORDS_BYTES
-    # Whole pages, so the rings begin at a page.
-    return -(-size // 4096) * 4096
+    # Whole pages, of the largest that there are (ARM), so rings and arenas begin at a page.
+    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _region_bytes(num_ranks: int, sizes: message_layout.Sizes) -> int:

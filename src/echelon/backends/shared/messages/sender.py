@@ -6,11 +6,11 @@ send is complete at once. It stays queued only if ring or arena are full, or if 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 
 import torch
 
+from echelon._native import Words, copy
 from echelon.backends.formats import message_layout
 from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.backends.formats.wire import Tag
@@ -50,7 +50,7 @@ class _Parts:
         self._reader = reader
         self._arena = Arena()
         self._window: Window | None = None
-        self._words = memoryview(bytearray()).cast("B")
+        self._words: Words = []
         self._lent: dict[int, int] = {}
         """Size of each part that the reader has not freed yet, by its offset."""
         self._num_freed = 0
@@ -81,7 +81,7 @@ class _Parts:
         at = self._mapped().address + message_region.PARTS + start + slot * self._region.sizes.piece_bytes
         # The slot is stored before the piece is counted, so the reader finds it with the counter.
         self._words[message_region.SLOT_WORDS + piece % message_region.NUM_SLOT_WORDS] = slot
-        ctypes.memmove(at, source, num_bytes)
+        copy(at, source, num_bytes)
 
     def _collect(self) -> None:
         """Takes back the parts that the reader has freed."""
@@ -188,7 +188,7 @@ class RingSender(Sender):
             self._write_piece(outgoing, slot)
             outgoing.num_written += 1
             self._pieces += 1
-            # Memory order: the piece first, then its counter, then the bell. x86-64 keeps the order of stores.
+            # Memory order: the piece first, then its counter, then the bell.
             words[self._news + message_layout.PIECES] = self._pieces
             self._post.wake(self._reader)
         return True
@@ -203,8 +203,8 @@ class RingSender(Sender):
         begin = self._ring + at
         self._memory[begin : begin + len(start)] = start
         if num_bytes:
-            # memmove, not torch's `copy_`, which takes microseconds a call.
-            ctypes.memmove(self._ring_address + at + payload_at, tensor.data_ptr(), num_bytes)
+            # Not torch's `copy_`, which takes a microsecond a call.
+            copy(self._ring_address + at + payload_at, tensor.data_ptr(), num_bytes)
         # Memory order: the record first, then its counter, then the bell.
         self._records += size
         self._words[self._news + message_layout.RECORDS] = self._records

@@ -1,0 +1,174 @@
+/* Meetings of a group, and the collectives that take one meeting.
+ *
+ * Strategy. A rank writes only into its own part of the region. It announces an operation: data and note first, then
+ * the mark, then its tick. Every step of the operation is another tick. A rank that sees a tick sees all that was
+ * written before it. What a rank wrote for an operation stands until its operation after the next, when every peer has
+ * left this one; so all that is written lies twice, and the operations use the copies in turns.
+ *
+ * Nothing in here waits for longer than one sleep. A wait that goes on is a state of the board. */
+
+#include "board.h"
+
+#include <string.h>
+
+#include "shared.h"
+
+enum { MEETS_ONLY, REDUCES, RECEIVES };
+
+static char *part_of(const struct board *board, uint64_t rank) { return board->region + rank * board->rank_bytes; }
+
+static uint64_t *word_of(const struct board *board, uint64_t rank, uint64_t offset) {
+    return (uint64_t *)(part_of(board, rank) + offset);
+}
+
+/* Publishes all that was written so far, and wakes the peers that sleep. */
+void tick(struct board *board) {
+    uint64_t *own = word_of(board, board->rank, board->tick);
+    STORE(own, ++board->ticks, RELEASE);
+    /* The tick before the read of `asleep`, as a sleeper does the reverse. */
+    FENCE();
+    for (uint64_t peer = 0; peer < board->num_ranks; peer++)
+        if (peer != board->rank && LOAD(word_of(board, peer, board->asleep), RELAXED)) {
+            /* One system call wakes all that sleep on this rank's tick, whichever peer's flag was seen. */
+            WAKE(own);
+            return;
+        }
+}
+
+static void announce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const uint64_t *words,
+                     int num_words) {
+    uint64_t number = board->number = mark >> 32 & 1;
+    char *own = part_of(board, board->rank);
+    board->text = text;
+    board->text_bytes = text_bytes;
+    board->mark_now = mark;
+    /* The same object is the same note: a repeated call writes its note in its first two operations alone. */
+    if (text != board->written[number]) {
+        PUT(own + board->note[number], text, text_bytes);
+        board->written[number] = text;
+    }
+    uint64_t *place = word_of(board, board->rank, board->mark[number]);
+    for (int i = 0; i < num_words; i++)
+        STORE(place + 1 + i, words[i], RELAXED);
+    /* The tick publishes all of it, and nobody reads any of it before. */
+    STORE(place, mark, RELAXED);
+    board->announced = board->ticks;
+    tick(board);
+    board->peer = 0;
+    board->level = board->announced + 1;
+    board->num_naps = 0;
+    board->waits_for_words = 1;
+    board->act = MEETS_ONLY;
+}
+
+static int has_same_note(const struct board *board, uint64_t peer) {
+    const char *note = part_of(board, peer) + board->note[board->number];
+    READS(note, board->text_bytes);
+    return !memcmp(note, board->text, board->text_bytes);
+}
+
+static int wait_for_peers(struct board *board) {
+    uint64_t *asleep = word_of(board, board->rank, board->asleep);
+    for (; board->peer < board->num_ranks; board->peer++) {
+        uint64_t peer = board->peer;
+        if (peer == board->rank)
+            continue;
+        if (!wait_for(board->waiter, word_of(board, peer, board->tick), board->level, asleep, &board->num_naps))
+            return WAITING;
+        /* Read after the tick, so mark and note are those of the announcement, or the mark says that it is withdrawn. */
+        if (board->waits_for_words &&
+            (LOAD(word_of(board, peer, board->mark[board->number]), RELAXED) != board->mark_now ||
+             !has_same_note(board, peer)))
+            return DIFFERS;
+    }
+    return DONE;
+}
+
+/* Whether a peer has combined the operation's result for all; copies it. */
+static int took_result(struct board *board) {
+    for (uint64_t peer = 0; peer < board->num_ranks; peer++)
+        if (peer != board->rank &&
+            LOAD(word_of(board, peer, board->result_mark[board->number]), ACQUIRE) == board->mark_now) {
+            GET(board->tensor, part_of(board, peer) + board->result[board->number], board->num_bytes);
+            return 1;
+        }
+    return 0;
+}
+
+static void reduce(struct board *board) {
+    int is_published = board->num_bytes <= board->result_bytes;
+    if (is_published && took_result(board))
+        return;
+    const void *sources[board->num_ranks];
+    for (uint64_t peer = 0; peer < board->num_ranks; peer++) {
+        const char *small = part_of(board, peer) + board->small[board->number];
+        /* The tensor has this rank's values too, and is in its cache. */
+        sources[peer] = peer == board->rank ? board->tensor : (const void *)small;
+        if (peer != board->rank)
+            READS(small, board->num_bytes);
+    }
+    board->combine(board->tensor, sources, board->num_ranks, board->count);
+    if (is_published) {
+        PUT(part_of(board, board->rank) + board->result[board->number], board->tensor, board->num_bytes);
+        STORE(word_of(board, board->rank, board->result_mark[board->number]), board->mark_now, RELEASE);
+    }
+}
+
+int go_on(struct board *board) {
+    int code = wait_for_peers(board);
+    if (code == DONE && board->act == REDUCES)
+        reduce(board);
+    if (code == DONE && board->act == RECEIVES)
+        GET(board->tensor, part_of(board, board->source) + board->small[board->number], board->num_bytes);
+    return code;
+}
+
+int meet(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const uint64_t *words,
+         int num_words) {
+    announce(board, mark, text, text_bytes, words, num_words);
+    return go_on(board);
+}
+
+static void *own_small(const struct board *board, uint64_t mark) {
+    return part_of(board, board->rank) + board->small[mark >> 32 & 1];
+}
+
+int all_reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, void *tensor, uint64_t count,
+               combine_function combine, uint64_t itemsize) {
+    PUT(own_small(board, mark), tensor, count * itemsize);
+    announce(board, mark, text, text_bytes, NULL, 0);
+    board->act = REDUCES;
+    board->tensor = tensor;
+    board->count = count;
+    board->num_bytes = count * itemsize;
+    board->combine = combine;
+    return go_on(board);
+}
+
+int broadcast(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, void *tensor,
+              uint64_t num_bytes, uint64_t source) {
+    int is_source = source == board->rank;
+    if (is_source)
+        PUT(own_small(board, mark), tensor, num_bytes);
+    announce(board, mark, text, text_bytes, NULL, 0);
+    board->act = is_source ? MEETS_ONLY : RECEIVES;
+    board->tensor = tensor;
+    board->num_bytes = num_bytes;
+    board->source = source;
+    return go_on(board);
+}
+
+int wait_for_all(struct board *board, uint64_t num_ticks) {
+    board->peer = 0;
+    board->level = board->announced + 1 + num_ticks;
+    board->num_naps = 0;
+    board->waits_for_words = 0;
+    board->act = MEETS_ONLY;
+    return go_on(board);
+}
+
+int wait_for_mark(struct board *board) {
+    uint64_t *mark = word_of(board, board->peer, board->mark[board->number]);
+    uint64_t *asleep = word_of(board, board->rank, board->asleep);
+    return wait_for(board->waiter, mark, 1, asleep, &board->num_naps) ? DONE : WAITING;
+}

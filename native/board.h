@@ -1,0 +1,56 @@
+/* Synchronisation of one group as one rank sees it, and its small collectives. */
+
+#ifndef ECHELON_BOARD_H
+#define ECHELON_BOARD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "combine.h"
+#include "waiting.h"
+
+enum code { DONE, WAITING, DIFFERS };
+enum { NUM_WORDS = 14 };
+
+/* Private memory of the rank, made by Python, which fills in the first two groups. All fields have 64 bits. */
+struct board {
+    /* The group's region, as this rank maps it, and offsets in the part of one rank. Two where they are used in turns. */
+    char *region;
+    uint64_t rank_bytes, tick, asleep, mark[2], result_mark[2], note[2], result[2], small[2];
+    uint64_t rank, num_ranks;
+    struct waiter *waiter;
+    /* Largest result that one rank combines for others: 0 where each rank has a core. */
+    uint64_t result_bytes;
+
+    uint64_t ticks;            /* of this rank; nobody else stores the word */
+    uint64_t announced;        /* those before the current operation's announcement */
+    uint64_t number;           /* 0 or 1: which of two copies the operation uses */
+    uint64_t mark_now;         /* number and signature of the current operation */
+    const char *text;          /* its note, ended by a zero */
+    uint64_t text_bytes;
+    const char *written[2];    /* notes that stand in the region */
+
+    /* The wait that may be interrupted. */
+    uint64_t waits_for_words;  /* 1: until all have announced the operation; 0: for ticks alone */
+    uint64_t peer, level, num_naps;
+    /* Then: how the operation ends. */
+    uint64_t act;
+    void *tensor;
+    uint64_t num_bytes, count, source;
+    combine_function combine;
+};
+
+/* Each returns a code. After WAITING call `go_on`; after DIFFERS `peer` has announced another operation. */
+int meet(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const uint64_t *words, int num_words);
+int all_reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, void *tensor, uint64_t count,
+               combine_function combine, uint64_t itemsize);
+int broadcast(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, void *tensor,
+              uint64_t num_bytes, uint64_t source);
+int wait_for_all(struct board *board, uint64_t num_ticks);
+/* Waits until the mark of `peer`, which has withdrawn its announcement, is not 0. */
+int wait_for_mark(struct board *board);
+int go_on(struct board *board);
+
+void tick(struct board *board);
+
+#endif

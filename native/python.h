@@ -1,0 +1,63 @@
+/* The part of CPython's stable ABI that the library calls, so that it is built without Python.h.
+ *
+ * PyObject stays opaque: no field of any object is touched, so one library serves every version from 3.11 on and builds
+ * without a global lock. The symbols come from the interpreter that loads the library. */
+
+#ifndef ECHELON_PYTHON_H
+#define ECHELON_PYTHON_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct _object PyObject;
+typedef struct _thread_state PyThreadState;
+typedef ptrdiff_t Py_ssize_t;
+
+typedef struct {
+    const char *name;
+    PyObject *(*function)(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
+    int flags;
+    const char *doc;
+} PyMethodDef;
+
+typedef struct {
+    int slot;
+    void *function;
+} PyType_Slot;
+
+typedef struct {
+    const char *name;
+    int basicsize;
+    int itemsize;
+    unsigned int flags;
+    PyType_Slot *slots;
+} PyType_Spec;
+
+enum { METH_FASTCALL = 0x80 };
+enum { Py_mp_ass_subscript = 3, Py_mp_length = 4, Py_mp_subscript = 5, Py_tp_dealloc = 52, Py_tp_doc = 56 };
+enum { Py_TPFLAGS_DISALLOW_INSTANTIATION = 1 << 7, Py_TPFLAGS_IMMUTABLETYPE = 1 << 8 };
+
+extern PyObject *PyExc_IndexError;
+extern PyObject *PyExc_TypeError;
+
+void Py_IncRef(PyObject *object);
+void Py_DecRef(PyObject *object);
+PyObject *PyBool_FromLong(long value);
+char *PyBytes_AsString(PyObject *bytes);
+Py_ssize_t PyBytes_Size(PyObject *bytes);
+void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
+void PyErr_Clear(void);
+PyObject *PyErr_Occurred(void);
+void PyErr_SetString(PyObject *kind, const char *text);
+PyThreadState *PyEval_SaveThread(void);
+void PyEval_RestoreThread(PyThreadState *state);
+PyObject *PyLong_FromLong(long value);
+PyObject *PyLong_FromUnsignedLongLong(unsigned long long value);
+Py_ssize_t PyLong_AsSsize_t(PyObject *number);
+unsigned long long PyLong_AsUnsignedLongLong(PyObject *number);
+void PyObject_Free(void *memory);
+PyObject *PyObject_Type(PyObject *object);
+PyObject *PyType_FromSpec(PyType_Spec *spec);
+PyObject *PyType_GenericAlloc(PyObject *type, Py_ssize_t count);
+
+#endif

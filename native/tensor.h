@@ -1,0 +1,24 @@
+/* The memory of torch's tensors, by the C exchange functions of DLPack 1.3, without headers of torch. */
+
+#ifndef ECHELON_TENSOR_H
+#define ECHELON_TENSOR_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "python.h"
+
+struct view {
+    char *data;
+    int64_t count;
+    int dtype; /* of combine.h; -1 for others */
+    int64_t num_bytes;
+};
+
+/* Takes a capsule "dlpack_exchange_api" and the classes of ordinary tensors. False if this DLPack is another one. */
+bool open_exchange(PyObject *capsule, PyObject *tensor_class, PyObject *parameter_class);
+
+/* False unless the object is a dense, contiguous CPU tensor of torch's own class. Lazy negatives are not seen. */
+bool view_of(PyObject *object, struct view *view);
+
+#endif

@@ -1,0 +1,19 @@
+/* Wait until a word that another rank stores reaches a level. */
+
+#ifndef ECHELON_WAITING_H
+#define ECHELON_WAITING_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* How one rank waits. Shared by all its groups, whose threads may write at once: the numbers are hints. */
+struct waiter {
+    uint64_t spins;                  /* reads of the word before anything else; 0 where ranks share cores */
+    uint64_t yields;                 /* of the core, before the rank sleeps */
+    uint64_t waits_without_yields;   /* as yielding took long */
+    uint64_t next_without_yields;
+};
+
+bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps);
+
+#endif

@@ -1,0 +1,166 @@
+"""Native library: words in memory that ranks share, waits, small collectives, reductions, copies.
+
+`native/` in the project has its C sources, and an installation compiles them into this folder. Its functions become
+builtins without an import of an extension module: `PyCFunction_NewEx` makes them from the library's table. So one file
+serves all versions of Python. Addresses are numbers here, so the callers answer for the memory behind them.
+
+Functions of the board return a code: see `Code`. They never raise for a reason of the protocol, and sleep for 20 ms at
+most. If there is no library, `OBSTACLE` says why, and only `copy` and `combine` may be called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
+
+VARIABLE = "ECHELON_NATIVE"
+"""Environment variable that turns the library off if it is "0"."""
+# The same as in native/module.c: raised with each change of a function's arguments or of a struct.
+_VERSION = 1
+_PATH = Path(__file__).with_name(f"core-{platform.machine()}.so")
+
+
+class Words(Protocol):
+    """64-bit numbers in shared memory. A load acquires, a store releases."""
+
+    def __getitem__(self, index: int) -> int:
+        """Loads a word."""
+        ...
+
+    def __setitem__(self, index: int, value: int) -> None:
+        """Stores a word."""
+        ...
+
+
+class Code:
+    """Results of the board's functions."""
+
+    DONE = 0
+    WAITING = 1
+    """A sleep has ended: look around, then call `go_on`."""
+    DIFFERS = 2
+    """Peer `peer` of the board has announced another operation, or has withdrawn its announcement."""
+    NOT_SO = 3
+    """The tensor, or the reduction, is not for this function. Nothing was done."""
+
+
+class Waiter(ctypes.Structure):
+    """`struct waiter`: how one rank waits."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("spins", "yields", "waits_without_yields", "next_without_yields")
+    )
+    if TYPE_CHECKING:
+        spins: int
+        yields: int
+        waits_without_yields: int
+        next_without_yields: int
+
+
+class Board(ctypes.Structure):
+    """`struct board`: synchronisation of one group, as one rank sees it."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("region", "rank_bytes", "tick", "asleep")),
+        *((name, ctypes.c_uint64 * 2) for name in ("mark", "result_mark", "note", "result", "small")),
+        *((name, ctypes.c_uint64) for name in ("rank", "num_ranks", "waiter", "result_bytes")),
+        # From here on the library writes.
+        *((name, ctypes.c_uint64) for name in ("ticks", "announced", "number", "mark_now", "text", "text_bytes")),
+        ("written", ctypes.c_uint64 * 2),
+        *((name, ctypes.c_uint64) for name in ("waits_for_words", "peer", "level", "num_naps")),
+        *((name, ctypes.c_uint64) for name in ("act", "tensor", "num_bytes", "count", "source", "combine")),
+    )
+    if TYPE_CHECKING:
+        region: int
+        rank_bytes: int
+        tick: int
+        asleep: int
+        mark: ctypes.Array[ctypes.c_uint64]
+        result_mark: ctypes.Array[ctypes.c_uint64]
+        note: ctypes.Array[ctypes.c_uint64]
+        result: ctypes.Array[ctypes.c_uint64]
+        small: ctypes.Array[ctypes.c_uint64]
+        rank: int
+        num_ranks: int
+        waiter: int
+        result_bytes: int
+        ticks: int
+        announced: int
+        number: int
+        mark_now: int
+        peer: int
+        level: int
+
+
+class _Method(ctypes.Structure):
+    """`PyMethodDef`: an entry of the library's table."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+class Unusable(Exception):
+    """Reason why there is no library."""
+
+
+def load(path: Path = _PATH) -> SimpleNamespace:
+    """Loads the library and returns its functions by name.
+
+    Raises:
+        Unusable: it is turned off, was not built, or does not fit.
+    """
+    if os.environ.get(VARIABLE) == "0":
+        raise Unusable(f"{VARIABLE}=0 turns the native library off")
+    if sys.byteorder != "little" or sys.maxsize < 1 << 32:
+        raise Unusable("the native library needs a 64-bit little-endian Python")
+    if not path.exists():
+        raise Unusable("the native library was not built: install Echelon again, with a C compiler (gcc) in PATH")
+    try:
+        # PyDLL: its functions are called with the interpreter's lock.
+        table = ctypes.addressof(_Method.in_dll(ctypes.PyDLL(str(path)), "echelon_methods"))
+    except (OSError, ValueError) as error:
+        raise Unusable(f"the native library cannot be loaded: {error}") from None
+    make = ctypes.pythonapi.PyCFunction_NewEx
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    functions = SimpleNamespace()
+    while name := _Method.from_address(table).name:
+        setattr(functions, name.decode(), make(table, None, None))
+        table += ctypes.sizeof(_Method)
+    memmove = ctypes.cast(ctypes.CDLL(None).memmove, ctypes.c_void_p).value
+    if functions.set_up(memmove, object.__basicsize__) != _VERSION:
+        raise Unusable("the native library is of another version of Echelon: install Echelon again")
+    return functions
+
+
+def _absent(*_: object) -> bool:
+    return False
+
+
+def _load() -> tuple[SimpleNamespace, str]:
+    try:
+        return load(), ""
+    except Unusable as why:
+        return SimpleNamespace(copy=ctypes.memmove, combine=_absent, use_tensors=_absent), str(why)
+
+
+core, OBSTACLE = _load()
+"""Functions of the library, and why there is none: "" if there is one."""
+
+copy: Callable[[int, int, int], Any] = core.copy
+"""Copies bytes: takes the addresses of target and source, and their number."""
+combine: Callable[..., bool] = core.combine
+"""Reduces tensors: takes an index of `OPS`, the target, and the sources. False if nothing was done."""
+use_tensors: Callable[[object, type, type], bool] = core.use_tensors
+"""Has `combine` and the board take tensors: by DLPack's table of functions, and the classes that are ordinary."""
+OPS = ("sum", "mean", "max", "min")
+"""Reductions that the library has."""

@@ -1,0 +1,174 @@
+"""What simulated ranks do with the native library's boards: each scenario adds programs to an explorer's host."""
+
+import random
+
+import torch
+
+from echelon.backends.formats import memory_layout
+from echelon.errors import CollectiveMismatch
+from tests.helpers.collective_calls import call_of
+from tests.helpers.native_explorer import GaveUp, Race, boards
+from tests.helpers.shared_memory_host import Chance, Stuck
+
+SUM = 0
+WRONG = (Race, Stuck, AssertionError)
+"""What a mistake of the protocol ends in."""
+NUM_OPERATIONS = 5
+
+
+def add_all(explorer, blocks, program):
+    """Has every rank run `program(board)`. It ends with the error of an access, if there was one."""
+
+    def run(board):
+        try:
+            program(board)
+        finally:
+            explorer.check()
+
+    for board in blocks:
+        explorer.host.add(board.rank, lambda board=board: run(board))
+
+
+def reduced(number, ranks, length):
+    return torch.stack([values(number, rank, length) for rank in ranks]).sum(0)
+
+
+def values(number, rank, length):
+    return torch.arange(length, dtype=torch.float32) + 10 * number + rank
+
+
+def all_reduces(explorer, blocks, seed):
+    """All ranks reduce tensors of two shapes, whose notes take turns in a way of their own."""
+    chance = random.Random(f"all-reduces {seed}")
+    lengths = [chance.choice((1, 3)) for _ in range(NUM_OPERATIONS)]
+
+    def program(board):
+        for number, length in enumerate(lengths, 1):
+            tensor = values(number, board.rank, length)
+            assert board.all_reduce(call_of(number, f"all_reduce of {length}"), SUM, tensor.nbytes, tensor)
+            explorer.check()
+            assert torch.equal(tensor, reduced(number, range(len(blocks)), length)), f"#{number}: {tensor}"
+
+    add_all(explorer, blocks, program)
+
+
+def broadcasts(explorer, blocks, seed):
+    """The ranks are sources in turn, or all operations have one source, which may be far ahead of its readers."""
+
+    def program(board):
+        for number in range(1, NUM_OPERATIONS + 1):
+            source = (number + seed) % len(blocks) if seed % 2 else seed // 2 % len(blocks)
+            tensor = values(number, board.rank, 2)
+            assert board.broadcast(call_of(number, "broadcast"), source, tensor.nbytes, tensor)
+            explorer.check()
+            assert torch.equal(tensor, values(number, source, 2)), f"#{number}: {tensor}"
+
+    add_all(explorer, blocks, program)
+
+
+def ticks(explorer, blocks, seed):
+    """All ranks announce numbers, and count the steps of the operations."""
+    del seed
+
+    def program(board):
+        for number in range(1, NUM_OPERATIONS):
+            call = call_of(number, "meeting")
+            board.meet(call, [number, board.rank])
+            explorer.check()
+            for rank in range(len(blocks)):
+                assert [board.word(rank, index) for index in range(2)] == [number, rank]
+            for step in range(1, 3):
+                board.tick()
+                board.wait_for_all(step, call)
+                explorer.check()
+                state = board._state
+                for peer in board._peers:
+                    done = board._words[peer * memory_layout.ROOM_BYTES // 8]
+                    assert done >= state.announced + 1 + step, f"#{number}: rank {peer} has done {done} steps"
+
+    add_all(explorer, blocks, program)
+
+
+def disagreements(explorer, blocks, seed):
+    """The last operation of rank 1 is another one, by its note or by its number. Both sides are told."""
+    told = []
+
+    def program(board):
+        for number in range(1, 4):
+            last = number == 3 and board.rank == 1
+            note = "all_reduce of 7" if last and seed % 2 else "all_reduce"
+            tensor = values(number, board.rank, 2)
+            call = call_of(number, note, signature=8 if last and not seed % 2 else 7)
+            try:
+                board.all_reduce(call, SUM, tensor.nbytes, tensor)
+            except CollectiveMismatch as mismatch:
+                told.append((board.rank, number, str(mismatch)))
+            explorer.check()
+        found = [(number, "in all_reduce" in text) for rank, number, text in told if rank == board.rank]
+        assert found == [(3, True)], f"rank {board.rank} was told {found}"
+
+    add_all(explorer, blocks, program)
+
+
+def withdrawals(explorer, blocks, seed):
+    """Rank 0 announces its third operation and gives it up. The others meet it, or learn that, and find no mismatch."""
+    del seed
+
+    def program(board):
+        for number in range(1, 4):
+            call = call_of(number, "all_reduce")
+            tensor = values(number, board.rank, 2)
+            if number == 3 and board.rank == 0:
+                wait_once(explorer, board, call, tensor)
+                return
+            try:
+                board.all_reduce(call, SUM, tensor.nbytes, tensor)
+            except GaveUp:
+                return
+            explorer.check()
+            assert torch.equal(tensor, reduced(number, range(len(blocks)), 2)), f"#{number}: {tensor}"
+
+    add_all(explorer, blocks, program)
+
+
+def wait_once(explorer, board, call, tensor):
+    """Gives up an operation at the first sleep, as at a timeout: withdraws it, then tells the others."""
+
+    def leave(*_):
+        raise GaveUp
+
+    board._look_around = leave
+    explorer.impatient.add(board.rank)
+    try:
+        board.all_reduce(call, SUM, tensor.nbytes, tensor)
+    except GaveUp:
+        explorer.check()
+        board.withdraw(call)
+        explorer.give_up(board.rank)
+
+
+ALL = {
+    "all-reduces": (all_reduces, 2, {}),
+    "all-reduces, crowded": (all_reduces, 2, {"crowded": True}),
+    "all-reduces of three": (all_reduces, 3, {"crowded": True}),
+    "broadcasts": (broadcasts, 2, {}),
+    "broadcasts of three": (broadcasts, 3, {}),
+    "ticks": (ticks, 2, {}),
+    "disagreements": (disagreements, 2, {}),
+    "withdrawals": (withdrawals, 2, {}),
+}
+
+
+def play(path, name, seed, order=None):
+    """Plays a scenario in an order by chance, with loads that are stale by chance; returns the explorer."""
+    scenario, num_ranks, settings = ALL[name]
+    chance = random.Random(f"stale {seed}")
+    staleness = chance.choice((0.0, 0.2, 0.7))
+
+    def stale(count):
+        return chance.randrange(count) if count > 1 and chance.random() < staleness else 0
+
+    with boards(path, order or Chance(seed), num_ranks, stale=stale, **settings) as (explorer, blocks):
+        scenario(explorer, blocks, seed)
+        explorer.host.run()
+    return explorer

@@ -1,0 +1,261 @@
+"""The native library's protocol in many orders, with loads that are late and stores that are seen late.
+
+The C itself runs, compiled with a call at every access to shared memory. Each mutation of its text is found.
+"""
+
+import re
+import shutil
+from typing import NamedTuple
+
+import pytest
+
+from echelon.errors import EchelonError
+from tests.helpers import native_explorer, native_scenarios
+from tests.helpers.native_explorer import FOLDER, MARK, compile_explored
+from tests.helpers.shared_memory_host import Interruptions
+
+SEEDS = range(60)
+_MOST_SEEDS = 400
+
+
+@pytest.fixture(scope="module")
+def explored(tmp_path_factory):
+    return compile_explored(tmp_path_factory.mktemp("explored"))
+
+
+@pytest.mark.parametrize("name", native_scenarios.ALL)
+def test_all_goes_well_in_orders_by_chance(explored, name):
+    assert sum(native_scenarios.play(explored, name, seed).host.num_sleeps for seed in SEEDS) > len(SEEDS)
+
+
+@pytest.mark.parametrize("name", native_scenarios.ALL)
+def test_all_goes_well_wherever_a_rank_is_stopped_once(explored, name):
+    without = Interruptions(())
+    native_scenarios.play(explored, name, 1, without)
+    assert without.num_points > 50
+    for at in range(1, without.num_points + 1):
+        native_scenarios.play(explored, name, 1, Interruptions((at,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", native_scenarios.ALL)
+def test_all_goes_well_wherever_ranks_are_stopped_twice(explored, name):
+    without = Interruptions(())
+    native_scenarios.play(explored, name, 1, without)
+    for first in range(1, without.num_points + 1, 3):
+        for second in range(first + 1, without.num_points + 1, 3):
+            native_scenarios.play(explored, name, first + second, Interruptions((first, second)))
+
+
+def test_every_function_of_the_protocol_is_explored(tmp_path):
+    folder = tmp_path / "native"
+    shutil.copytree(FOLDER, folder)
+    names = []
+
+    def mark(match):
+        names.append(match[1])
+        return f"{match[0]}\n    explore({MARK + len(names) - 1}, 0, 0, 0);"
+
+    for file in ("board.c", "waiting.c"):
+        text = (folder / file).read_text()
+        begin = text.index("#endif\n") if file == "waiting.c" else 0
+        marked = re.sub(r"^\w[^\n;]*?(\w+)\([^;{]*\) \{$", mark, text[begin:], flags=re.MULTILINE)
+        (folder / file).write_text(text[:begin] + marked)
+    path = compile_explored(tmp_path, folder)
+    seen = set()
+    for name in native_scenarios.ALL:
+        for seed in range(30):
+            seen |= native_scenarios.play(path, name, seed).marks
+    assert len(names) > 15
+    assert [name for number, name in enumerate(names) if MARK + number not in seen] == []
+
+
+class Mutation(NamedTuple):
+    """Text of a source and what it becomes; the scenario in which that is found."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    scenario: str
+    also_old: str = ""
+    also_new: str = ""
+
+
+_TICK = "STORE(own, ++board->ticks, RELEASE);"
+_PUT_DATA = "    PUT(own_small(board, mark), tensor, count * itemsize);\n"
+_ANNOUNCE = "    announce(board, mark, text, text_bytes, NULL, 0);\n    board->act = REDUCES;\n"
+_FENCED_SLEEP = "STORE(asleep, 1, RELAXED);\n        FENCE();\n"
+_PUBLISHED = "PUT(part_of(board, board->rank) + board->result[board->number], board->tensor, board->num_bytes);"
+_RESULT_MARK = "STORE(word_of(board, board->rank, board->result_mark[board->number]), board->mark_now, RELEASE);"
+_PEER_ASLEEP = "if (peer != board->rank && LOAD(word_of(board, peer, board->asleep), RELAXED))"
+_NOTE = "PUT(own + board->note[number], text, text_bytes);"
+
+MUTATIONS = [
+    # memory order, which an x86 processor keeps whatever is asked for
+    Mutation("a tick stored relaxed", "board.c", _TICK, _TICK.replace("RELEASE", "RELAXED"), "all-reduces"),
+    Mutation(
+        "a tick loaded relaxed at once",
+        "waiting.c",
+        "if (LOAD(word, ACQUIRE) >= level)\n        return true;",
+        "if (LOAD(word, RELAXED) >= level)\n        return true;",
+        "all-reduces",
+    ),
+    Mutation(
+        "a tick loaded relaxed while spinning",
+        "waiting.c",
+        "PAUSE();\n            if (LOAD(word, ACQUIRE) >= level)",
+        "PAUSE();\n            if (LOAD(word, RELAXED) >= level)",
+        "all-reduces",
+    ),
+    Mutation(
+        "a tick loaded relaxed after a yield",
+        "waiting.c",
+        "LOAD(word, ACQUIRE) >= level) {",
+        "LOAD(word, RELAXED) >= level) {",
+        "all-reduces",
+    ),
+    Mutation(
+        "a tick loaded relaxed after a sleep",
+        "waiting.c",
+        "has_come = LOAD(word, ACQUIRE) >= level;",
+        "has_come = LOAD(word, RELAXED) >= level;",
+        "all-reduces",
+    ),
+    Mutation("no fence behind a tick", "board.c", "    FENCE();\n", "", "all-reduces"),
+    Mutation("no fence before a sleep", "waiting.c", _FENCED_SLEEP, "STORE(asleep, 1, RELAXED);\n", "all-reduces"),
+    Mutation(
+        "a result's mark stored relaxed",
+        "board.c",
+        _RESULT_MARK,
+        _RESULT_MARK.replace("RELEASE", "RELAXED"),
+        "all-reduces, crowded",
+    ),
+    Mutation(
+        "a result's mark loaded relaxed",
+        "board.c",
+        "board->result_mark[board->number]), ACQUIRE)",
+        "board->result_mark[board->number]), RELAXED)",
+        "all-reduces, crowded",
+    ),
+    # the order of steps
+    Mutation(
+        "a tick before the data",
+        "board.c",
+        _PUT_DATA + _ANNOUNCE,
+        _ANNOUNCE.replace("NULL, 0);", "NULL, 0);\n" + _PUT_DATA.rstrip("\n")),
+        "all-reduces",
+    ),
+    Mutation("a tick before the note", "board.c", _NOTE, f"tick(board);\n{_NOTE}\nboard->ticks--;", "all-reduces"),
+    Mutation(
+        "a result's mark before the result", "board.c", _PUBLISHED, _RESULT_MARK + _PUBLISHED, "all-reduces, crowded"
+    ),
+    Mutation(
+        "a sleep announced after the look",
+        "waiting.c",
+        _FENCED_SLEEP + "        uint64_t value = LOAD(word, RELAXED);\n",
+        "uint64_t value = LOAD(word, RELAXED);\n        STORE(asleep, 1, RELAXED);\n        value = value;\n",
+        "all-reduces",
+        "SLEEP(word, value);",
+        "SLEEP(word, LOAD(word, RELAXED));",
+    ),
+    Mutation("a sleep on any value", "waiting.c", "SLEEP(word, value);", "SLEEP(word, LOAD(word, RELAXED));", "ticks"),
+    # what is left out
+    Mutation("a sleep that is not announced", "waiting.c", "STORE(asleep, 1, RELAXED);", "", "all-reduces"),
+    Mutation("no wake-up", "board.c", "WAKE(own);", "", "all-reduces"),
+    Mutation(
+        "a wake-up before the tick",
+        "board.c",
+        f"    {_TICK}\n",
+        "    uint64_t now = ++board->ticks;\n",
+        "all-reduces",
+        "            WAKE(own);\n            return;\n        }\n",
+        "            WAKE(own);\n            break;\n        }\n    STORE(own, now, RELEASE);\n",
+    ),
+    Mutation(
+        "a sleeper that is not looked for",
+        "board.c",
+        _PEER_ASLEEP,
+        f"{_PEER_ASLEEP[:-1]} && peer != 2)",
+        "all-reduces of three",
+    ),
+    Mutation(
+        "a peer that is not waited for",
+        "board.c",
+        "if (peer == board->rank)\n            continue;",
+        "if (peer == board->rank || peer == 2)\n            continue;",
+        "all-reduces of three",
+    ),
+    Mutation(
+        "one copy of the data",
+        "board.c",
+        "board->small[mark >> 32 & 1]",
+        "board->small[0]",
+        "all-reduces",
+        "board->small[board->number];\n        /*",
+        "board->small[0];\n        /*",
+    ),
+    Mutation(
+        "a result of another operation",
+        "board.c",
+        "ACQUIRE) == board->mark_now) {",
+        "ACQUIRE)) {",
+        "all-reduces, crowded",
+    ),
+    Mutation(
+        "a wait for one tick less",
+        "board.c",
+        "board->level = board->announced + 1 + num_ticks;",
+        "board->level = board->announced + num_ticks;",
+        "ticks",
+    ),
+    Mutation(
+        "an announcement that is not waited for",
+        "board.c",
+        "board->level = board->announced + 1;",
+        "board->level = board->announced;",
+        "all-reduces",
+    ),
+    Mutation(
+        "a note that is not written again",
+        "board.c",
+        "text != board->written[number]",
+        "!board->written[number]",
+        "all-reduces",
+    ),
+    Mutation("a mark that is not compared", "board.c", "!= board->mark_now ||", "== 1 ||", "disagreements"),
+    Mutation("a note that is not compared", "board.c", "!has_same_note(board, peer)", "0", "disagreements"),
+    Mutation(
+        "an announcement that is not compared", "board.c", "if (board->waits_for_words &&", "if (0 &&", "disagreements"
+    ),
+    Mutation(
+        "a broadcast read before the meeting",
+        "board.c",
+        "    board->source = source;\n",
+        "    board->source = source;\n    if (!is_source)\n        GET(tensor, part_of(board, source) + "
+        "board->small[board->number], num_bytes), board->act = MEETS_ONLY;\n",
+        "broadcasts",
+    ),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
+def test_each_mutation_is_found(mutation, tmp_path):
+    folder = tmp_path / "native"
+    shutil.copytree(FOLDER, folder)
+    text = (folder / mutation.file).read_text()
+    for old, new in ((mutation.old, mutation.new), (mutation.also_old, mutation.also_new)):
+        assert not old or text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {mutation.file}"
+        text = text.replace(old, new) if old else text
+    (folder / mutation.file).write_text(text)
+    path = compile_explored(tmp_path, folder)
+    assert any(fails(path, mutation.scenario, seed) for seed in range(_MOST_SEEDS)), "nothing goes wrong"
+
+
+def fails(path, scenario, seed):
+    """Says whether ranks sleep for ever, race, or get other values. Any other error is one of the test."""
+    try:
+        native_scenarios.play(path, scenario, seed)
+    except (native_explorer.Race, *native_scenarios.WRONG, EchelonError):
+        return True
+    return False
