@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from echelon.pipeline import Costs, schedules
+from echelon.pipeline import Costs, Schedule, schedules
 from echelon.timeline.timeline import Span, Timeline
 from tests.helpers.browser import browser
 
@@ -42,7 +42,7 @@ def test_a_page_has_every_step_once(plan, tmp_path):
     plan.draw(tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text("utf-8")
     (panel,) = data_of(text)["panels"]
-    assert [len(row["boxes"]) // 6 for row in panel["rows"]] == [len(spans) for spans in plan.spans]
+    assert [len(row["boxes"]) // row["size"] for row in panel["rows"]] == [len(spans) for spans in plan.spans]
     labels = {full for full, _, _ in data_of(text)["labels"]}
     assert labels == {span.name for spans in plan.spans for span in spans}
     assert [row["peak"] for row in panel["rows"]] == ["8"] * 4
@@ -73,6 +73,12 @@ def test_a_notebook_shows_a_page_in_a_frame(plan):
     assert attributes["sandbox"] == "allow-scripts", "its script cannot reach the notebook"
     assert attributes["title"] == "zb-v, simulated"
     assert len(data_of(attributes["srcdoc"])["panels"][0]["rows"]) == 4
+
+
+def test_a_notebook_shows_a_schedule_by_its_timeline():
+    schedule = schedules.build("1f1b", 2, 4)
+    assert schedule._repr_html_() == schedule.simulate()._repr_html_()
+    assert Schedule("wrong", 4, schedule.placement, ((), ()))._repr_html_() is None, "its text says what is wrong"
 
 
 @pytest.mark.slow

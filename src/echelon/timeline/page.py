@@ -8,7 +8,7 @@ from string import Template
 from echelon.timeline.arrangement import lengths, planned_first
 from echelon.timeline.timeline import Timeline
 from echelon.timeline.widget.data import Data, panel_of
-from echelon.timeline.widget.markup import resource, script, style, widget
+from echelon.timeline.widget.markup import frame, resource, script, style, widget
 from echelon.timeline.words import title
 
 # Pixels of a notebook's cell around the rows: tools, titles, axes and legend.
@@ -31,12 +31,8 @@ def page(timeline: Timeline, against: Timeline | None = None, padding: str = "20
 
 def notebook_cell(timeline: Timeline) -> str:
     """Returns a timeline as the output of a notebook's cell."""
-    # A frame of its own: its style does not reach the notebook, and the notebook's does not reach it.
     height = min(_MOST_HEIGHT, _AROUND + _PER_PANEL + 40 * sum(1 + len(lanes) for lanes in _lanes(timeline)))
-    return (
-        f'<iframe srcdoc="{escape(page(timeline, padding="4px"))}" sandbox="allow-scripts" loading="lazy" '
-        f'title="{escape(title(timeline))}" style="width: 100%; height: {height}px; border: 0"></iframe>'
-    )
+    return frame(page(timeline, padding="4px"), title(timeline), height)
 
 
 def _lanes(timeline: Timeline) -> tuple[tuple[object, ...], ...]:

@@ -28,7 +28,7 @@ _MARK, _THIN_MARK, _MOST_MARKS = 0.03, 0.018, 3
 _MANY_BOXES = 50_000
 _SEPARATED = 0.05
 """Inches from which on a box has a thin line around it, which would hide a narrower one."""
-# Share of the boxes with room for a text below which none has one: a text here and there would look like a meaning.
+# Share of the actions with room for a text below which none has one: a text here and there would look like a meaning.
 _WORTHWHILE = 0.15
 HATCHES: dict[Cause, str] = {"other_ranks": "////", "transfer": "....", "overhead": "xx"}
 """Patterns of waits, so that causes differ in greyscale too."""
@@ -303,7 +303,11 @@ def _size(boxes: Sequence[Box], panel: Panel, scale: float, longest: int) -> flo
     sizes = [size for size in _SIZES if 1.15 * size / 72 <= height]
     if not sizes:
         return None
-    fitting = [sum(bool(_text(box, size, scale, longest)) for box in boxes) for size in sizes]
-    if fitting[-1] < _WORTHWHILE * sum(1 for _ in panel.layout.boxes):
+    # A shortened text counts half: a smaller size that shows more in full is the better one.
+    fitting = [
+        sum((1.0 if text in (box.label, box.short if box.is_action else "") else 0.5) for box, text in texts if text)
+        for texts in ([(box, _text(box, size, scale, longest)) for box in boxes] for size in sizes)
+    ]
+    if fitting[-1] < _WORTHWHILE * sum(box.is_action for box in panel.layout.boxes):
         return None
     return next(size for size, count in zip(sizes, fitting, strict=True) if count >= 0.97 * fitting[-1])

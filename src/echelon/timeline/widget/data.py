@@ -174,10 +174,17 @@ class Data:
         }
 
     def _row(self, lane: Lane) -> dict[str, object]:
+        # Most rows have neither chunks nor halves, and a foreseen step has many thousands of boxes.
+        size = 4 if any(piece.chunk or piece.half for piece in lane.pieces) else 2
         row: dict[str, object] = {
             "title": lane.title,
+            "size": 2 + size,
             "boxes": _packed(
-                (piece.start, piece.end, _TONES.index(piece.tone), self._label(piece.words), piece.chunk, piece.half)
+                (
+                    piece.start,
+                    piece.end,
+                    *(_TONES.index(piece.tone), self._label(piece.words), piece.chunk, piece.half)[:size],
+                )
                 for piece in lane.pieces
             ),
         }

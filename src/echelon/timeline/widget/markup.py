@@ -59,6 +59,17 @@ def widget(data: Data) -> str:
     )
 
 
+def frame(page: str, title: str, height: int) -> str:
+    """Returns a page as the output of a notebook's cell, `height` pixels high."""
+    # A frame of its own: its style does not reach the notebook, the notebook's does not reach it, and neither does its
+    # script. Bytes that are no text would keep the notebook from being saved.
+    text = escape(page.encode("utf-8", "replace").decode("utf-8"))
+    return (
+        f'<iframe srcdoc="{text}" sandbox="allow-scripts" loading="lazy" title="{escape(title)}" '
+        f'style="width: 100%; height: {height}px; border: 0"></iframe>'
+    )
+
+
 def _has_path(data: Data) -> bool:
     return any(panel.critical for panel in data.panels)
 

@@ -4,7 +4,14 @@ for (const root of document.querySelectorAll(".timeline")) {
   const find = name => root.querySelector(name);
   const search = find("input[type=search]"), path = find("input[type=checkbox]");
   const found = find(".found"), seen = find("output"), tip = find(".tip");
-  const GUTTER = 118, RIGHT = 62, AXIS = 34, FONT = "system-ui, sans-serif";
+  const AXIS = 34, FONT = "system-ui, sans-serif";
+  const peaks = data.panels.some(panel => panel.rows.some(row => row.peak));
+  let GUTTER = 118, RIGHT = 62;
+  const measure = () => {
+    const narrow = root.clientWidth < 600;
+    GUTTER = narrow ? 78 : 118;
+    RIGHT = peaks ? narrow ? 46 : 62 : 14;
+  };
   let view = [0, 1], hovered = null, matches = [], current = -1;
 
   // Times are whole numbers of a panel's length, as distances from the end of the box before.
@@ -26,7 +33,7 @@ for (const root of document.querySelectorAll(".timeline")) {
       const height = row.lane ? Math.max(8, high * 0.6) : high, strip = row.memory ? high * 0.4 : 0;
       const head = row.head ? 20 : 0;
       const at = { ...row, top: top + head, headTop: top, height, strip,
-        boxes: unpack(row.boxes, 6).map(([start, end, tone, label, chunk, half]) => ({ start, end, tone, label, chunk, half })),
+        boxes: unpack(row.boxes, row.size).map(([start, end, tone, label, chunk = 0, half = 0]) => ({ start, end, tone, label, chunk, half })),
         parts: row.parts ? unpack(row.parts, 3) : null, gaps: unpack(row.gaps || [], 3) };
       top = at.top + height + strip + (high > 10 ? 5 : 2);
       return at;
@@ -68,6 +75,12 @@ for (const root of document.querySelectorAll(".timeline")) {
     pen.restore();
   };
 
+  const shortened = (pen, words, room, size) => {
+    pen.font = `${size}px ${FONT}`;
+    let kept = words;
+    while (kept.length > 1 && pen.measureText(kept + (kept === words ? "" : "…")).width > room) kept = kept.slice(0, -1);
+    return kept === words ? words : kept + "…";
+  };
   const draw = panel => {
     const { canvas } = panel, ratio = window.devicePixelRatio || 1;
     const wide = canvas.clientWidth, high = canvas.clientHeight, inner = Math.max(1, wide - GUTTER - RIGHT);
@@ -85,7 +98,7 @@ for (const root of document.querySelectorAll(".timeline")) {
     for (const row of panel.rows) {
       if (row.head) text(row.head, 0, row.headTop + 11, color("ink"), 12, "left", "600");
       const middle = row.top + row.height / 2;
-      if (middle - titled >= 12) { text(row.title, GUTTER - 8, middle, color(row.lane ? "faint" : "ink"), row.lane ? 11 : 12, "right"); titled = middle; }
+      if (middle - titled >= 12) { text(shortened(pen, row.title, GUTTER - 10, row.lane ? 11 : 12), GUTTER - 8, middle, color(row.lane ? "faint" : "ink"), row.lane ? 11 : 12, "right"); titled = middle; }
       if (row.peak) text(row.peak, wide - RIGHT + 6, row.top + row.height + row.strip / 2, color("faint"), 11);
     }
     ticks(panel, pen, x, inner, text);
@@ -98,13 +111,14 @@ for (const root of document.querySelectorAll(".timeline")) {
   };
 
   const ticks = (panel, pen, x, inner, text) => {
-    const span = (view[1] - view[0]) * panel.length * panel.scale[1], least = span / Math.max(2, inner / 90);
+    const span = (view[1] - view[0]) * panel.length * panel.scale[1], least = span / Math.max(2, inner / 70);
     const unit = 10 ** Math.floor(Math.log10(least)), step = [1, 2, 5, 10].map(factor => factor * unit).find(size => size >= least);
     const first = Math.ceil(view[0] * panel.length * panel.scale[1] / step);
     pen.strokeStyle = color("line"); pen.lineWidth = 1; pen.beginPath();
     for (let index = first; index * step <= view[0] * panel.length * panel.scale[1] + span; index++) {
       const at = Math.round(x(index * step / panel.scale[1] / panel.length)) + 0.5;
-      pen.moveTo(at, 0); pen.lineTo(at, panel.bottom + 4);
+      for (const row of panel.rows) { pen.moveTo(at, row.top - 3); pen.lineTo(at, row.top + row.height + row.strip + 3); }
+      pen.moveTo(at, panel.bottom); pen.lineTo(at, panel.bottom + 4);
       text(String(+(index * step).toPrecision(7)), at, panel.bottom + 12, color("ink"), 11, "center");
     }
     pen.stroke();
@@ -170,7 +184,7 @@ for (const root of document.querySelectorAll(".timeline")) {
     root.dataset.view = view.map(share => share.toFixed(6)).join(" ");
     if (asked) return;
     asked = true;
-    requestAnimationFrame(() => { asked = false; panels.forEach(draw); });
+    requestAnimationFrame(() => { asked = false; measure(); panels.forEach(draw); });
   };
   const show = (start, width) => {
     width = Math.min(1, Math.max(1e-5, width));
