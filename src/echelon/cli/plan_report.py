@@ -15,7 +15,7 @@ from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option
 from echelon.timeline.boxes import boxes_of
 from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, text_color
-from echelon.timeline.terminal import HALVES, Line, legend, lines
+from echelon.timeline.terminal import HALVES, IDLE_IN_COLOR, Line, legend, lines
 from echelon.timeline.timeline import Timeline
 from echelon.timeline.words import number, summary
 from echelon.wording import counted
@@ -113,7 +113,9 @@ def _legend(timeline: Timeline, picture: list[Line], width: int, in_color: bool)
         entries.append("later chunk", Style(underline=True)).append("   ")
     # line[0] is the title, whose letters are no signs.
     shown = {character for line in picture for piece in line[1:] for character in piece.text}
-    for sign, meaning in ((HALVES, "forward above and backward below at once"), ("·", CAUSE_NAMES["other_ranks"])):
+    signs = {HALVES: "forward above, backward below"}
+    signs |= {sign: CAUSE_NAMES[cause] for cause, sign in IDLE_IN_COLOR.items() if sign.strip()}
+    for sign, meaning in signs.items():
         if sign in shown:
             entries.append(f"{sign} {meaning}   ")
     entries.rstrip()

@@ -22,8 +22,8 @@ _METADATA: Mapping[str, Mapping[str, None]] = {
     ".png": {"Software": None},
     ".pdf": {"CreationDate": None},
 }
-# Dots per inch of a PNG: twice what a page of documents needs, for screens with fine pixels.
-_DPI = 192
+# Dots per inch of a PNG: 1.5 of what a page of documents shows, for screens with fine pixels.
+_DPI = 144
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | None, theme: str) -> None:
@@ -74,7 +74,7 @@ def save(make: Callable[[], Figure], path: str | os.PathLike[str], others: tuple
         raise EchelonError(f"drawing {suffix} needs matplotlib: pip install matplotlib{without}") from None
     # Starts from the default style, so a style that the program has set for its own figures changes nothing here. Text
     # kept as text can be searched and keeps the file small. The salt makes the ids in an SVG the same in every run.
-    own = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42, "hatch.linewidth": 0.5}
+    own = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42}
     with style.context(["default", own]):
         figure = make()
         with writing(path):

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from echelon.timeline.critical import critical_lines
+from echelon.timeline.hatch import strokes
 from echelon.timeline.palette import COLORS, NAMES, Theme, text_color
-from echelon.timeline.panel import HATCHES, Panel
+from echelon.timeline.panel import Panel
 from echelon.timeline.timeline import Cause
 from echelon.timeline.words import cause_words, chunk_words, memory_words
 
@@ -103,9 +104,11 @@ def _draw_swatch(axes: Axes, item: Item, x: float, y: float, theme: Theme) -> No
             [x, x + 0.08, x + 0.08, x + _SWATCH], [y, y, y - 0.07, y - 0.07], y + 0.05, color=item.fill, lw=0
         )
         return
-    hatch = HATCHES.get(item.cause) if item.cause else None
     edge = theme.hatch if item.shape == "idle" else "none"
     corner = (x, y - _HEIGHT / 2)
-    axes.add_patch(Rectangle(corner, _SWATCH, _HEIGHT, facecolor=item.fill, edgecolor=edge, linewidth=0.4, hatch=hatch))
+    axes.add_patch(Rectangle(corner, _SWATCH, _HEIGHT, facecolor=item.fill, edgecolor=edge, linewidth=0.4))
+    if item.cause:
+        for stroke in strokes(item.cause, x, x + _SWATCH, y - _HEIGHT / 2, y + _HEIGHT / 2):
+            axes.plot([stroke.left, stroke.right], [stroke.first, stroke.second], color=theme.hatch, linewidth=0.5)
     if item.shape == "chunk":
         axes.add_patch(Rectangle((x, corner[1] + 0.02), _SWATCH, 0.025, facecolor=text_color(item.fill), linewidth=0))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.timeline.boxes import Box, Row, TimelineLayout
 from echelon.timeline.critical import critical_lines
+from echelon.timeline.hatch import strokes
 from echelon.timeline.palette import COLORS, Theme, text_color
 from echelon.timeline.timeline import Cause, Timeline
 from echelon.timeline.words import axis_words, memory_text, time_scale
@@ -30,8 +31,6 @@ _SEPARATED = 0.05
 """Inches from which on a box has a thin line around it, which would hide a narrower one."""
 # Share of the actions with room for a text below which none has one: a text here and there would look like a meaning.
 _WORTHWHILE = 0.15
-HATCHES: dict[Cause, str] = {"other_ranks": "////", "transfer": "....", "overhead": "xx"}
-"""Patterns of waits, so that causes differ in greyscale too."""
 
 Corners = list[tuple[float, float]]
 
@@ -86,7 +85,7 @@ def paint(axes: Axes, panel: Panel, width: float, theme: Theme) -> None:
     """Paints a panel whose axes are `width` inches wide."""
     scale = width / panel.length
     _paint_axes(axes, panel, theme)
-    _paint_gaps(axes, panel, theme)
+    _paint_gaps(axes, panel, scale, theme)
     boxes = [(top, box, row) for row, top in zip(panel.layout.rows, panel.tops, strict=True) for box in row.boxes]
     wide = [item for item in boxes if item[1].width * scale > _SEPARATED]
     narrow = [item for item in boxes if item[1].width * scale <= _SEPARATED]
@@ -147,21 +146,27 @@ def _edges(panel: Panel, top: float, box: Box, row: Row) -> tuple[float, float]:
     return top + height * (1 - box.upper), top + height * (1 - box.lower)
 
 
-def _paint_gaps(axes: Axes, panel: Panel, theme: Theme) -> None:
-    from matplotlib.collections import PolyCollection
+def _paint_gaps(axes: Axes, panel: Panel, scale: float, theme: Theme) -> None:
+    from matplotlib.collections import LineCollection, PolyCollection
 
     by_cause: dict[Cause, list[Corners]] = {}
+    lines: list[Corners] = []
     for row, top in zip(panel.layout.rows, panel.tops, strict=True):
         for start, end, cause in row.gaps:
-            by_cause.setdefault(cause, []).append(_rectangle(float(start), float(end), top, top + panel.sizes.box))
+            left, right, bottom = float(start), float(end), top + panel.sizes.box
+            by_cause.setdefault(cause, []).append(_rectangle(left, right, top, bottom))
+            for stroke in strokes(cause, left * scale, right * scale, top, bottom):
+                lines.append([(stroke.left / scale, stroke.first), (stroke.right / scale, stroke.second)])
+    axes.add_collection(
+        LineCollection(lines, colors=theme.hatch, linewidths=0.5, zorder=1.5, gid="hatch"), autolim=False
+    )
     for cause, corners in sorted(by_cause.items()):
         axes.add_collection(
             PolyCollection(
                 corners,
                 facecolors=theme.idle[cause],
-                edgecolors=theme.hatch,
+                edgecolors="none",
                 linewidths=0,
-                hatch=HATCHES.get(cause),
                 zorder=1,
                 gid=f"idle {cause}",
             ),

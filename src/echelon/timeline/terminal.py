@@ -48,7 +48,8 @@ def _label(span: Span) -> str:
 
 IDLE: Mapping[Cause, str] = {"warm_up": " ", "other_ranks": ".", "transfer": "~", "overhead": "?", "drain": " "}
 """Idle time by its cause, without colour."""
-_IDLE_IN_COLOR: Mapping[Cause, str] = {**IDLE, "other_ranks": "·"}
+IDLE_IN_COLOR: Mapping[Cause, str] = {**IDLE, "other_ranks": "·"}
+"""Idle time by its cause, in colour."""
 BOTH_AT_ONCE = "&"
 """Overlapped step without colour."""
 HALVES = "▀"
@@ -185,7 +186,7 @@ def _whole_steps(row: Row, steps: Sequence[_Step], scale: _Scale) -> Iterator[Pi
 
 def _idle(row: Row, first: int, last: int, scale: _Scale) -> Iterator[Piece]:
     """Yields idle columns, each with the sign of the cause at its middle. A lane has none."""
-    signs = _IDLE_IN_COLOR if scale.in_color else IDLE
+    signs = IDLE_IN_COLOR if scale.in_color else IDLE
     gaps = [gap for gap in row.gaps if gap.end * scale.columns > first and gap.start * scale.columns < last]
     text = ""
     for column in range(first, last):
@@ -225,7 +226,7 @@ def _samples(row: Row, steps: Sequence[_Step], scale: _Scale) -> Iterator[Piece]
 
 def _two(left: Box | str, right: Box | str) -> Piece:
     if isinstance(left, str) and isinstance(right, str):
-        return Piece(_IDLE_IN_COLOR["other_ranks"] if left == "." else left)
+        return Piece(IDLE_IN_COLOR["other_ranks"] if left == "." else left)
     if isinstance(left, str):
         assert isinstance(right, Box)
         return Piece("▐", COLORS[right.tone])
