@@ -101,19 +101,19 @@ def draw(rows: list[tuple[int, float, float]], path: Path) -> None:
     axes.plot(ranks, ranks, color=theme.faint, linestyle=(0, (2, 2)), linewidth=1.2)
     # Named at its end instead of in a legend, with a mark of its own: colours alone are lost in print.
     for column, name, color, marker, above in (
-        (1, "overlapped with backward", COLORS["receive"], "o", 4),
-        (2, "after backward", COLORS["B"], "s", -12),
+        (1, "overlapped with backward", COLORS["receive"], "o", -5),
+        (2, "after backward", COLORS["B"], "s", -5),
     ):
         speedup = [row[0] * alone / row[column] for row in rows]
         axes.plot(ranks, speedup, marker=marker, markersize=5, color=color, linewidth=1.8)
         text = f"{name}: {speedup[-1]:.0f} times"
         axes.annotate(text, (ranks[-1], speedup[-1]), (9, above), textcoords="offset points", fontsize=9)
-    axes.annotate("perfect", (ranks[-1], ranks[-1]), (9, 16), textcoords="offset points", fontsize=9, color=theme.faint)
+    axes.annotate("perfect", (ranks[-1], ranks[-1]), (9, 8), textcoords="offset points", fontsize=9, color=theme.faint)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_yticks(ranks, [str(rank) for rank in ranks])
-    axes.set_xlim(0.9, ranks[-1] * 5)
+    axes.set_xlim(0.9, ranks[-1] * 1.1)
     axes.set_xlabel("ranks, each a host on 25GbE (simulated)", fontsize=9, color=theme.ink)
     axes.set_ylabel("samples per second, in those of one rank", fontsize=9, color=theme.ink)
     axes.tick_params(labelsize=9, color=theme.faint, labelcolor=theme.ink)
