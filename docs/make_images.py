@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -23,19 +24,22 @@ def draw_plans() -> None:
     one_f_one_b.draw(IMAGES / "1f1b.svg")
     schedules.build("zb-h1", 4, 8).simulate(costs).draw(IMAGES / "zb-h1-and-1f1b.svg", against=one_f_one_b)
     schedules.build("dualpipe-v", 4, 10).simulate(costs).draw(IMAGES / "dualpipe-v.svg")
-    schedules.build("1f1b", 32, 64).simulate(costs).draw(IMAGES / "1f1b-32.png")
+    schedules.build("zb-v", 4, 8).simulate(costs).draw(IMAGES / "zb-v-dark.svg", theme="dark")
+    schedules.build("1f1b", 16, 48).simulate(costs).draw(IMAGES / "1f1b-16-by-48.png")
 
 
 def measure(group: ProcessGroup) -> Timeline:
-    """Runs a pipeline of two stages on this rank until it is warm, and returns its last step."""
+    """Runs a pipeline of two stages on this rank, and returns the fastest of its warm steps."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())]
     pipe = Pipeline(nn.Sequential(*layers), group, "1f1b", 8, nn.functional.mse_loss)
     data = torch.randn(8 * 256, 512)
-    for _ in range(5):
+    steps = []
+    for _ in range(30):
         pipe.step(data, target=data)
-    return pipe.timeline
+        steps.append(pipe.timeline)
+    return min(steps[5:], key=lambda step: step.makespan)
 
 
 def draw_run() -> None:
@@ -45,7 +49,7 @@ def draw_run() -> None:
     for span in (span for spans in measured.spans for span in spans):
         times.setdefault((span.step.stage, span.step.kind), []).append(span.duration)
     forward, backward = ([median(times[stage, kind]) for stage in range(2)] for kind in "FB")
-    planned = schedules.build("1f1b", 2, 8).simulate(Costs(forward, backward, backward_weight=0))
+    planned = replace(schedules.build("1f1b", 2, 8).simulate(Costs(forward, backward, backward_weight=0)), unit="s")
     measured.draw(IMAGES / "planned-and-measured.svg", against=planned)
 
 

@@ -15,10 +15,10 @@ PLAN = """\
 1f1b: 2 ranks, 2 stages, 4 microbatches
 simulated: makespan 15.4, bubble rate 22.1 %, peak activations 2 1
 
-rank 0  0F0 0F1 .........0B0---- 0F2 0B1---- 0F3 .0B2---- ....0B3----
-rank 1  ....1F0 1B0---- 1F1 1B1---- .1F2 1B2---- 1F3 1B3---- .........
+rank 0  F0 F1 ......~B0--- F2 B1--- F3 B2--- ...B3---
+rank 1     F0 B0--- F1 B1--- .F2 B2--- F3 B3---
 
-F forward   B backward   . idle
+F forward   B backward   . waits for a rank   ~ waits for a transfer
 
 rank  stages  busy  warm-up  waiting  transfer  drain  peak  microbatches
 0          0    12        0      3.1       0.3      0     2             2
@@ -36,18 +36,20 @@ def test_the_plan_is_printed(capsys):
 
 def test_the_width_of_the_terminal_is_used(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert "0F0 0F1 ..." in run(capsys, "1f1b", "-r", "2", "-m", "8")
+    assert "F0 F1 ..." in run(capsys, "1f1b", "-r", "2", "-m", "8")
     monkeypatch.setenv("COLUMNS", "40")
     rows = run(capsys, "1f1b", "-r", "2", "-m", "8").splitlines()[3:5]
-    assert [len(row) for row in rows] == [35, 35]
+    assert [len(row) for row in rows] == [35, 33], "the second rank drains, which is blank"
 
 
 def test_colour_where_there_is_colour(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
-    assert "\x1b[38;2;0;0;0;48;2;" in run(capsys, "1f1b", "-r", "2", "-m", "4")
+    assert "\x1b[38;2;20;23;27;48;2;132;171;211m▏0" in run(capsys, "1f1b", "-r", "2", "-m", "4")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "....." in run(capsys, "1f1b", "-r", "2", "-m", "4"), "what colour would show must be said by characters"
+    plain = run(capsys, "1f1b", "-r", "2", "-m", "4")
+    assert "F0 F1 ....." in plain, "what colour would show must be said by characters"
+    assert plain.replace("\x1b", "").isascii()
 
 
 def test_json_says_what_the_timeline_says(capsys):
@@ -257,7 +259,10 @@ def test_a_file_that_is_no_text(capsys, tmp_path):
 def test_without_matplotlib_there_is_a_hint(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plan", "1f1b", "-r", "2", "-m", "4", "--svg", "a.svg"]) == 1
-    assert capsys.readouterr().err == "echelon: drawing needs matplotlib: pip install matplotlib\n"
+    assert (
+        capsys.readouterr().err
+        == "echelon: drawing .svg needs matplotlib: pip install matplotlib; .html needs no package\n"
+    )
 
 
 def test_neither_torch_nor_matplotlib_is_imported_for_text():

@@ -1,5 +1,6 @@
 """The HTML file of a foreseen step: complete, escaped, small, and in need of nothing else."""
 
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ from echelon.foresight.page.lanes import Block, joined, lanes_of
 from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.play.player import play
 from echelon.foresight.run import Foreseen
+from tests.helpers.browser import browser
 from tests.helpers.traces import LINKS, PLAIN, Step
 
 MIB = 1 << 20
@@ -43,6 +45,10 @@ class Page(HTMLParser):
         self.texts.append(text)
 
 
+def data_of(page):
+    return json.loads(re.search(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+
+
 def seen_of(*steps, device=PLAIN, assumption=""):
     traces = {step.rank: replace(step.trace(), assumptions=(assumption,) * bool(assumption)) for step in steps}
     classes = tuple(max(rank for rank in traces if rank <= each) for each in range(4))
@@ -63,7 +69,8 @@ def step():
 
 
 def test_a_page_has_figures_lanes_memory_and_lines(step, tmp_path):
-    _, page = written(seen_of(step, assumption="loss is 1 at train.py:9"), tmp_path, tokens=400, title="train.py")
+    seen = seen_of(step, assumption="loss is 1 at train.py:9")
+    text_of_page, page = written(seen, tmp_path, tokens=400, title="train.py")
     text = "\n".join(page.texts)
     for part in (
         "train.py",
@@ -83,20 +90,23 @@ def test_a_page_has_figures_lanes_memory_and_lines(step, tmp_path):
         "stragglers",
     ):
         assert part in text
-    hues = [attributes["class"] for tag, attributes in page.tags if tag == "path" and "h" in attributes["d"]]
-    assert hues == ["fw", "bw", "ag", "ex"]
-    assert [tag for tag, _ in page.tags].count("rect") == 4
+    rows = data_of(text_of_page)["panels"][0]["rows"]
+    assert [row["title"] for row in rows] == ["compute", "g0", "exposed"]
+    assert rows[0]["head"] == "rank 0: stands for 4 ranks, 4.00 s"
+    assert [len(row["parts"]) // 3 for row in rows] == [2, 1, 1]
+    assert {"forward", "backward", "all-gather", "exposed communication"} <= set(page.texts)
 
 
 def test_a_page_needs_no_network_and_runs_no_text_of_the_program(step, tmp_path):
     step.places = [HOSTILE] * len(step.places)
     seen = seen_of(step, assumption=HOSTILE)
     text, page = written(seen, tmp_path, title=HOSTILE)
-    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert [tag for tag, _ in page.tags].count("script") == 2, "the data and the code"
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on") or name == "src"]
-    assert not re.search(r"https?:|url\(|@import|<link", text)
+    assert not re.search(r"https?:|url\(|@import|<link| src=", text)
     assert "default-src 'none'" in text
-    assert text.count("alert(1)") == text.count("&lt;script&gt;alert(1)")
+    escaped = text.count("&lt;script&gt;alert(1)") + text.count("\\u003cscript\\u003ealert(1)")
+    assert text.count("alert(1)") == escaped
 
 
 def test_many_kernels_and_roles_stay_below_a_megabyte(tmp_path):
@@ -111,7 +121,8 @@ def test_many_kernels_and_roles_stay_below_a_megabyte(tmp_path):
     text, page = written(seen_of(*steps), tmp_path)
     assert any("(3 other roles do not fit either)" in text for text in page.texts)
     assert len(text) < 1_000_000
-    assert len(re.findall("M[0-9.]+ 5h", text)) > 2000  # not joined beyond recognition
+    rows = data_of(text)["panels"][0]["rows"]
+    assert sum(len(row["boxes"]) // row["size"] for row in rows) > 2000  # not joined beyond recognition
 
 
 def test_a_step_that_does_not_fit_says_so_at_the_top(step, tmp_path):
@@ -151,3 +162,20 @@ def test_lanes_tell_streams_and_groups_apart():
     step = Step(groups=((0, 1), (0, 2))).kernel(1).kernel(1, stream=3).collective(1, 40, group=1).collective(2, 4)
     (role,) = seen_of(step).played.roles.values()
     assert [lane.name for lane in lanes_of(role, 100, 10)] == ["compute", "stream 3", "g0", "g1", "exposed"]
+
+
+@pytest.mark.slow
+def test_a_page_in_a_browser(step, tmp_path):
+    """The timeline is that of `Timeline.draw`; here only that it stands in this page as well."""
+    written(seen_of(step), tmp_path, title="train.py")
+    with browser() as tab:
+        for width in (1280, 400):
+            tab.open(tmp_path / "report.html", width)
+            assert tab.run("document.documentElement.scrollWidth") <= width
+            left, top = tab.run(
+                "(({left, top}) => [left, top])(document.querySelector('canvas').getBoundingClientRect())"
+            )
+            tab.point(left + 118 + 4, top + 4 + 20 + 12 - tab.run("window.scrollY"))
+            assert tab.run("document.querySelector('output').textContent") == "forward, 1.00 s: mm at train.py:1"
+            assert tab.errors == []
+            assert len(tab.requests) == 1

@@ -112,12 +112,12 @@ def test_every_rank_can_write_the_step_of_all_ranks_into_one_trace_and_below_its
             for step, start in zip(steps, planned.starts[rank], strict=True)
         ]
     timeline.draw(tmp_path / "step.svg", against=planned)
-    above, below = figure_of(timeline, against=planned).axes
-    assert [axes.get_title(loc="left").partition(",")[0] for axes in (above, below)] == [
-        "simulated: makespan 18",
-        "measured: makespan 18",
+    titles = [text.get_text() for text in figure_of(timeline, against=planned).texts]
+    assert titles == [
+        *("1f1b, simulated", "makespan 18, bubble rate 33.3 %, peak activations 3 2 1"),
+        *("1f1b, measured", "makespan 18 s, bubble rate 33.3 %, peak activations 3 2 1"),
     ]
-    assert (tmp_path / "step.svg").read_text().count("measured: makespan 18") == 1
+    assert (tmp_path / "step.svg").read_text().count("makespan 18 s") == 1
 
 
 def two_steps(group):

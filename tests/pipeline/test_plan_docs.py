@@ -46,13 +46,13 @@ def test_commands_print_what_stands_below_them(capsys):
 def test_the_code_runs(tmp_path):
     for code in CODE.findall(PAGE.read_text(encoding="utf-8")):
         exec(compile(code, str(PAGE), "exec"), {})
-    assert {path.name for path in tmp_path.iterdir()} == {"planned.svg", "planned.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"planned.svg", "planned.html", "planned.json"}
 
 
 def test_every_picture_is_there():
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGE.parent.glob("*.md")}
     names = {name: re.findall(r"\(images/(.*?)\)", text) for name, text in pages.items()}
-    assert len(names[PAGE.name]) == 5
+    assert len(names[PAGE.name]) == 6
     assert {path.name for path in (PAGE.parent / "images").iterdir()} == {
         each for found in names.values() for each in found
     }
@@ -64,6 +64,7 @@ def test_every_picture_is_there():
         ("1f1b.svg", "1f1b", 8, None),
         ("zb-h1-and-1f1b.svg", "zb-h1", 8, "1f1b"),
         ("dualpipe-v.svg", "dualpipe-v", 10, None),
+        ("zb-v-dark.svg", "zb-v", 8, None),
     ],
 )
 def test_pictures_are_up_to_date(file, name, num_microbatches, against, tmp_path):

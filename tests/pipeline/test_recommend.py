@@ -91,6 +91,18 @@ def test_sizes_and_costs_that_cannot_be(arguments, message):
         recommend(*arguments)
 
 
+def test_options_are_a_table_wherever_they_are_shown():
+    options = recommend(Costs(transfer=Fraction(1, 10)), 4, 8, memory_limit=4)
+    assert isinstance(options, tuple)
+    assert str(options) == table(options)
+    assert "Fraction" not in repr(options)
+    assert repr(options).startswith("<10 schedules:\nschedule ")
+    shown = options._repr_html_()
+    assert shown.count("<tr>") == 1 + len(options)
+    assert shown.startswith("<table><thead><tr><th>schedule</th>")
+    assert "<td>does not fit: rank 0 holds 7 microbatches, over the limit of 4</td>" in shown
+
+
 def test_parameters_for_other_ranks():
     with pytest.raises(ScheduleError, match="parameters has 3 values for 2 ranks: give one number, or one per rank"):
         recommend(Costs(), 2, 4, parameters=(1, 2, 3))

@@ -8,7 +8,7 @@ import pytest
 
 from echelon.pipeline import Costs, schedules
 from echelon.pipeline.plan.action import parse
-from echelon.timeline.palette import color
+from echelon.timeline.palette import COLORS
 from echelon.timeline.terminal import lines
 from echelon.timeline.timeline import Timeline
 
@@ -23,24 +23,20 @@ def plain(timeline: Timeline, width: int) -> str:
 
 PICTURES = {
     80: """
-rank 0  0F0 0F1 ........0B0---- 0F2 0B1---- ....0B2----
-rank 1  ....1F0 1B0---- 1F1 1B1---- 1F2 1B2---- ........
-""",
-    50: """
 rank 0  F0 F1 ......B0--- F2 B1--- ...B2---
-rank 1  ...F0 B0--- F1 B1--- F2 B2--- ......
+rank 1     F0 B0--- F1 B1--- F2 B2---
 """,
     34: """
 rank 0  F-F-....B---F-B---..B---
-rank 1  ..F-B---F-B---F-B---....
+rank 1    F-B---F-B---F-B---
 """,
     20: """
 rank 0  FF..B-FB-.B-
-rank 1  .FB-FB-FB-..
+rank 1   FB-FB-FB-
 """,
     16: """
-rank 0  F..B#B.B
-rank 1  .#####B.
+rank 0  F.BBFB.B
+rank 1   BFBFBB
 """,
 }
 
@@ -62,25 +58,59 @@ def test_lines_fit_the_width_and_are_equally_long(num_ranks, num_microbatches, i
     assert lengths.pop() <= max(width, len("rank 11  ") + 1)
 
 
-def test_colours_are_those_of_the_microbatch():
+def test_colours_are_those_of_the_kind():
     first = lines(simulated("1f1b", 2, 3), 80, in_color=True)[0]
-    assert [(piece.text, piece.background) for piece in first if piece.text.strip()] == [
-        ("rank 0  ", ""),
-        ("0F0", color(0, "F")),
-        ("0F1", color(1, "F")),
-        ("0B0   ", color(0, "B")),
-        ("0F2", color(2, "F")),
-        ("0B1   ", color(1, "B")),
-        ("0B2   ", color(2, "B")),
+    assert [(piece.text, piece.background) for piece in first if piece.background] == [
+        ("▏0", COLORS["F"]),
+        ("▏1", COLORS["F"]),
+        ("▏0  ", COLORS["B"]),
+        ("▏2", COLORS["F"]),
+        ("▏1  ", COLORS["B"]),
+        ("▏2  ", COLORS["B"]),
     ]
+    assert "·" in "".join(piece.text for piece in first if not piece.background)
+
+
+def test_idle_time_is_marked_by_its_cause():
+    assert plain(simulated("1f1b", 2, 2, transfer=1), 60).splitlines() == [
+        "rank 0  F0 F1 .........~~~B0--- ~~~B1---",
+        "rank 1        F0 B0--- F1 B1---",
+    ]
+    unknown = Timeline((("a", "b"),), ((0, 3),), ((1, 4),))
+    assert plain(unknown, 16) == "rank 0  a ????b"
+
+
+def test_letters_keep_the_shares_of_kinds_where_steps_are_narrower_than_columns():
+    first, *_ = plain(simulated("1f1b", 4, 400), 60).splitlines()
+    steady = first.removeprefix("rank 0  ")[4:-4]
+    assert steady.count("B") == pytest.approx(2 * steady.count("F"), abs=3), "a backward is twice as long"
+    assert set(steady) == {"F", "B"}
+
+
+def test_a_later_chunk_is_in_lower_case_or_underlined():
+    timeline = simulated("zb-v", 2, 2)
+    assert {"F", "f", "I", "i", "W", "w"} <= set(plain(timeline, 40))
+    drawn = lines(timeline, 120, in_color=True)
+    marked = [piece for line in drawn for piece in line if piece.is_underlined]
+    assert len(marked) == 2 * 2 * 3, "F, I and W of two microbatches on the second stage of two ranks"
+    assert "lower case: second chunk" in str(timeline)
+
+
+def test_a_timeline_is_its_picture_as_text():
+    text = str(simulated("1f1b", 2, 3))
+    assert text.startswith("1f1b, simulated\nmakespan 12, bubble rate 25.0 %, peak activations 2 1\n\nrank 0  F0 F1 ")
+    assert text.endswith("\n\nF forward   B backward   . waits for a rank")
+    assert text.isascii()
+    assert max(map(len, str(simulated("v-half", 4, 40)).splitlines())) <= 100
+    assert "and 16 more rows: draw(FILE) draws them" in str(simulated("1f1b", 80, 4))
 
 
 def test_a_step_of_two_actions():
     timeline = Timeline(((parse("(0F1;3B0)OVERLAP_F_B"), parse("0F2")),), ((0, 3),), ((3, 4),))
-    assert plain(timeline, 80) == "rank 0  0F1;3B0---------------- 0F2----"
+    assert plain(timeline, 80) == "rank 0  F1;b0------------ F2---"
     assert plain(timeline, 16) == "rank 0  &-----F-"
     (line,) = lines(timeline, 16, in_color=True)
-    assert (line[2].text, line[2].foreground, line[2].background) == ("▀▀▀▀▀▀", color(1, "F"), color(0, "B"))
+    assert (line[2].text, line[2].foreground, line[2].background) == ("▀▀▀▀▀▀", COLORS["F"], COLORS["B"])
 
 
 @pytest.mark.parametrize(
@@ -90,8 +120,8 @@ def test_a_step_of_two_actions():
         (Timeline(((), ()), ((), ()), ((), ())), "rank 0\nrank 1"),
         (Timeline((("a", "b"),), ((3, 3),), ((3, 3),)), "rank 0"),
         (Timeline((("a", "b"),), ((3, 3),), ((3, 6),)), "rank 0  b"),
-        (Timeline((("wait",), ()), ((0.5,), ()), ((2.5,), ())), "rank 0  wait\nrank 1  ....."),
-        (Timeline((("wait 1", "go"),), ((0, Fraction(3, 2)),), ((1, 2),)), "rank 0  wait 1------- .......go----"),
+        (Timeline((("wait",), ()), ((0.5,), ()), ((2.5,), ())), "rank 0  wait\nrank 1"),
+        (Timeline((("wait 1", "go"),), ((0, Fraction(3, 2)),), ((1, 2),)), "rank 0  wait 1------- ???????go----"),
         (Timeline((("", "go"),), ((0, 1),), ((1, 2),)), "rank 0  -- go"),
         (Timeline((("a", "b", "c"),), ((0, 1, 2),), ((5, 2, 3),)), "rank 0  a--------"),
     ],

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon
+from echelon.timeline.palette import COLORS, THEMES
 
 sys.path.append(str(Path(__file__).parents[2]))
 from harness import options_of, print_head, print_row
@@ -90,26 +91,39 @@ def measure(most: int) -> list[tuple[int, float, float]]:
 
 
 def draw(rows: list[tuple[int, float, float]], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    theme = THEMES["light"]
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained", facecolor=theme.page)
+    axes = figure.add_subplot()
     ranks = [row[0] for row in rows]
     alone = rows[0][1]
-    axes.plot(ranks, ranks, color="0.7", linestyle="--", label="perfect")
-    for column, label in ((1, "overlapped with backward"), (2, "behind backward")):
-        axes.plot(ranks, [row[0] * alone / row[column] for row in rows], marker="o", label=label)
+    axes.plot(ranks, ranks, color=theme.faint, linestyle=(0, (2, 2)), linewidth=1.2)
+    # Named at its end instead of in a legend, with a mark of its own: colours alone are lost in print.
+    for column, name, color, marker, above in (
+        (1, "overlapped with backward", COLORS["receive"], "o", -5),
+        (2, "after backward", COLORS["B"], "s", -5),
+    ):
+        speedup = [row[0] * alone / row[column] for row in rows]
+        axes.plot(ranks, speedup, marker=marker, markersize=5, color=color, linewidth=1.8)
+        text = f"{name}: {speedup[-1]:.0f} times"
+        axes.annotate(text, (ranks[-1], speedup[-1]), (9, above), textcoords="offset points", fontsize=9)
+    axes.annotate("perfect", (ranks[-1], ranks[-1]), (9, 8), textcoords="offset points", fontsize=9, color=theme.faint)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_yticks(ranks, [str(rank) for rank in ranks])
-    axes.set_xlabel("ranks, each a host on 25GbE (simulated)")
-    axes.set_ylabel("samples per second, one rank = 1")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    axes.set_xlim(0.9, ranks[-1] * 1.1)
+    axes.set_xlabel("ranks, each a host on 25GbE (simulated)", fontsize=9, color=theme.ink)
+    axes.set_ylabel("samples per second, in those of one rank", fontsize=9, color=theme.ink)
+    axes.tick_params(labelsize=9, color=theme.faint, labelcolor=theme.ink)
+    axes.grid(color=theme.line, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(theme.faint)
+    figure.savefig(path, dpi=144, metadata={"Software": None})
 
 
 if __name__ == "__main__":

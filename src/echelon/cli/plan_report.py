@@ -14,9 +14,10 @@ from echelon.cli.output import exact, print_table, write
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option
 from echelon.timeline.boxes import boxes_of
-from echelon.timeline.palette import KIND_NAMES, color, text_color
-from echelon.timeline.terminal import BOTH_AT_ONCE, HALVES, IDLE, SEVERAL, Line, lines
-from echelon.timeline.timeline import Timeline, number, summary
+from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, text_color
+from echelon.timeline.terminal import HALVES, IDLE_IN_COLOR, Line, legend, lines
+from echelon.timeline.timeline import Timeline
+from echelon.timeline.words import number, summary
 from echelon.wording import counted
 
 _MOST_RANKS = 64  # more rows do not help on a terminal
@@ -70,14 +71,13 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, values:
     """Prints the sizes, the picture and a table of the ranks. `values`: from `as_values`."""
     counts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
     sizes = ", ".join(starmap(counted, counts))
-    # With 16 colours the lightness of a kind is lost, so characters show it.
-    in_color = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
+    in_color = _has_colors(console)
     write(console, f"{schedule.name}: {sizes}", style="bold")
     write(console, summary(timeline) + "\n")
     picture = lines(timeline, console.width, in_color)
     for line in picture[:_MOST_RANKS]:
         write(console, _text(line))
-    write(console, _legend(timeline, picture, in_color))
+    write(console, _legend(timeline, picture, console.width, in_color))
     write(console)
     rows: list[Sequence[str]] = [
         ("rank", "stages", "busy", "warm-up", "waiting", "transfer", "drain", "peak", "microbatches")
@@ -96,37 +96,36 @@ def _text(line: Line) -> Text:
     text = Text()
     for piece in line:
         # rich takes None for the terminal's own colour.
-        text.append(piece.text, Style(color=piece.foreground or None, bgcolor=piece.background or None))
+        style = Style(color=piece.foreground or None, bgcolor=piece.background or None, underline=piece.is_underlined)
+        text.append(piece.text, style)
     text.rstrip()
     return text
 
 
-def _legend(timeline: Timeline, picture: list[Line], in_color: bool) -> Text:
-    legend = Text("\n")
-    # Only signs that occur: a legend of all would be longer than the picture.
-    kinds = boxes_of(timeline).kinds
-    for kind, name in KIND_NAMES.items():
-        if kind not in kinds:
-            continue
-        if in_color:
-            legend.append(f" {name} ", Style(color=text_color(kind), bgcolor=color(None, kind))).append("   ")
-        else:
-            legend.append(f"{kind} {name}   ")
+def _legend(timeline: Timeline, picture: list[Line], width: int, in_color: bool) -> Text:
+    if not in_color:
+        return Text("\n" + "\n".join(legend(timeline, picture, width)))
+    entries = Text("\n")
+    layout = boxes_of(timeline)
+    for tone in layout.tones:
+        entries.append(f" {NAMES[tone]} ", Style(color=text_color(COLORS[tone]), bgcolor=COLORS[tone])).append("   ")
+    if layout.num_chunks > 1:
+        entries.append("later chunk", Style(underline=True)).append("   ")
     # line[0] is the title, whose letters are no signs.
     shown = {character for line in picture for piece in line[1:] for character in piece.text}
-    for character, meaning in _CHARACTERS.items():
-        if character in shown:
-            legend.append(f"{character} {meaning}   ")
-    legend.rstrip()
-    return legend
+    signs = {HALVES: "forward above, backward below"}
+    signs |= {sign: CAUSE_NAMES[cause] for cause, sign in IDLE_IN_COLOR.items() if sign.strip()}
+    for sign, meaning in signs.items():
+        if sign in shown:
+            entries.append(f"{sign} {meaning}   ")
+    entries.rstrip()
+    return entries
 
 
-_CHARACTERS = {
-    BOTH_AT_ONCE: "both at once",
-    HALVES: "forward above and backward below at once",
-    SEVERAL: "several kinds",
-    IDLE: "idle",
-}
+def _has_colors(console: Console) -> bool:
+    # With 16 colours kinds look alike, and blocks need UTF-8.
+    is_utf8 = console.encoding.lower().startswith("utf")
+    return console.is_terminal and not console.no_color and is_utf8 and console.color_system in ("256", "truecolor")
 
 
 def values_compared(option: Option) -> dict[str, Any]:

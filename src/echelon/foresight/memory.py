@@ -12,12 +12,23 @@ from echelon.errors import LaunchError
 from echelon.foresight.play.allocator import Memory
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.trace import Allocate, Free, MemoryKind
+from echelon.timeline.palette import Tone
 
 KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer", "gradients", "activations", "communication", "other")
 """Kinds of tensors, from the bottom of a stack to its top: the state of training first, since it is always there."""
 
 NAMES: Mapping[MemoryKind, str] = {"optimizer": "optimizer state", "communication": "communication buffers"}
 """Names of kinds in a legend, where they differ."""
+
+TONES: Mapping[MemoryKind, Tone] = {
+    "parameters": "compute",
+    "optimizer": "optimizer",
+    "gradients": "B",
+    "activations": "F",
+    "communication": "all_gather",
+    "other": "recompute",
+}
+"""Colours of kinds: those of the steps that make them, where there are such steps."""
 
 _GIB = 1 << 30
 POINTS = 1000
@@ -92,7 +103,7 @@ class MemoryCurves(Mapping[int, Memory]):
             FileError: the file cannot be written.
         """
         from echelon.foresight.memory_figure import figure_of
-        from echelon.timeline.figure import save
+        from echelon.timeline.drawing import save
 
         role = self.fullest if rank is None else self._role_of(rank)
         device = self.played.device

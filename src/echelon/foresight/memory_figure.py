@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.foresight.memory import NAMES, Curve, highest, limit_text
+from echelon.foresight.memory import NAMES, TONES, Curve, highest, limit_text
 from echelon.foresight.play.allocator import Memory
-from echelon.foresight.trace import MemoryKind
-from echelon.timeline.palette import color
+from echelon.timeline.palette import COLORS, THEMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS: dict[MemoryKind, str] = {
-    "parameters": color(0, "I"),
-    "optimizer": color(1, "I"),
-    "gradients": color(2, "I"),
-    "activations": color(5, "I"),
-    "communication": color(4, "I"),
-    "other": color(None, "I"),
-}
-"""Colours that a timeline has, too."""
-
-_INK, _FAINT, _LIMIT = "#202020", "#808080", "#b3261e"
+_LIGHT = THEMES["light"]
+_INK, _FAINT, _LIMIT = _LIGHT.ink, _LIGHT.faint, COLORS["exposed"]
 _GIB = 1 << 30
 
 
@@ -46,7 +36,7 @@ def figure_of(curve: Curve, memory: Memory, limit: int, title: str) -> Figure:
         times,
         stack,
         labels=[NAMES.get(kind, kind) for kind in curve.kinds],
-        colors=[COLORS[kind] for kind in curve.kinds],
+        colors=[COLORS[TONES[kind]] for kind in curve.kinds],
         linewidth=0,
         step="post",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from echelon.arguments import check_path, check_world_size, is_amount, is_count, shown, writing
@@ -29,7 +29,7 @@ from echelon.foresight.trace import Allocate, Trace
 from echelon.foresight.what_if import what_ifs
 from echelon.launch.call import rank_call
 from echelon.simulation.network import Network
-from echelon.timeline.timeline import Timeline
+from echelon.timeline.timeline import LazySequence, Level, Timeline
 
 _CAPABILITIES = {"ampere": (8, 0), "hopper": (9, 0)}
 _GIB = 1 << 30
@@ -156,8 +156,24 @@ class Foreseen:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Step of each role, in seconds, with its communication beside it."""
-        return self.played.timeline()
+        """Step of each role, in seconds, with its communication beside it and its memory in bytes."""
+        return replace(
+            self.played.timeline(),
+            name=f"{self.world_size} x {self.device.name}, foreseen",
+            memory=LazySequence(partial(map, self._levels, self.played.roles)),
+            memory_unit="B",
+        )
+
+    def _levels(self, rank: int) -> list[Level]:
+        """Returns the bytes of tensors of a recorded rank over the step."""
+        curve = self.memory.curve(rank)
+        return list(map(Level, curve.seconds, map(sum, zip(*curve.kinds.values(), strict=True))))
+
+    def _repr_html_(self) -> str:
+        from echelon.foresight.page.page import page
+        from echelon.timeline.widget.markup import frame
+
+        return frame(page(self, self.report()), title="A foreseen step", height=900)
 
     def on(
         self,

@@ -79,6 +79,7 @@ class Recorder:
             ends=tuple(tuple(end for _, _, end in spans) for spans in self._spans),
             transfers=tuple(self._transfers),
             beside=tuple(tuple(tuple(lane) for _, lane in sorted(lanes.items())) for lanes in self._beside),
+            unit="s",
         )
 
 

@@ -1,16 +1,25 @@
-"""Layout of a timeline as boxes in rows, shared by the figure and the terminal."""
+"""Layout of a timeline as rows of boxes, shared by the figure, the page and the terminal."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from echelon.timeline.timeline import Divided, Kind, Part, Span, Timeline
+from echelon.timeline.palette import NAMES, Tone, tone_of
+from echelon.timeline.timeline import Divided, Gap, Level, Part, Span, Timeline
 
-# Steps such as "all_reduce #1" and "all_reduce #2" share a colour, so a name ends before its first number or bracket.
+# Steps such as "all_reduce #1" and "all_reduce #2" share a short text, which ends before the first number or bracket.
 _NAME = re.compile(r"[^\d(\[,]*")
+_COMMUNICATION: frozenset[Tone] = frozenset(
+    {"send", "receive", "all_gather", "reduce_scatter", "communication", "exposed"}
+)
+
+
+# Lower and upper edges of the parts of a step, the upper part first.
+_WHOLE, _HALVES = ((0.0, 1.0),), ((0.5, 1.0), (0.0, 0.5))
 
 
 class Box(NamedTuple):
@@ -19,88 +28,140 @@ class Box(NamedTuple):
     start: float
     end: float
     label: str
+    """Full text, such as "0F3"."""
     short: str
-    """Text used if `label` does not fit: the microbatch of an action, the name of another step."""
-    color_index: int
-    """Microbatch of an action. For other steps, the index of the name in `TimelineLayout.names`."""
-    kind: Kind
-    """Forward, for a step that is no action."""
-    is_action: bool = True
+    """Text in the box: the microbatch of an action, the name of another step."""
+    tone: Tone
+    chunk: int = 0
+    """Index of an action's stage among the stages of its rank."""
     lower: float = 0.0
     """Lower edge as a share of the row's height, 0 to 1. An overlapped step is two boxes, one above the other."""
     upper: float = 1.0
+    is_action: bool = False
+    """Whether the step is an action of a pipeline."""
 
     @property
     def width(self) -> float:
         """Duration of the step."""
         return self.end - self.start
 
+    @property
+    def letter(self) -> str:
+        """One character for the step: its kind in upper case, in lower case for an odd chunk."""
+        letter = self.tone if self.is_action else self.label[:1]
+        return letter.lower() if self.is_action and self.chunk % 2 else letter
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of a picture: the steps of a rank, or one of its lanes.
+
+    Args:
+        title: Text in front of the row.
+        boxes: Boxes in order of time.
+        rank: Index of the rank.
+        gaps: Idle time of the rank, from the start of the timeline. Empty for a lane.
+        memory: Memory that the rank holds, from the start of the timeline. Empty for a lane, and if it is not known.
+        is_lane: Whether the row shows spans that ran beside the steps of its rank.
+    """
+
+    title: str
+    boxes: tuple[Box, ...]
+    rank: int
+    gaps: tuple[Gap, ...] = ()
+    memory: tuple[Level, ...] = ()
+    is_lane: bool = False
+
 
 @dataclass(frozen=True)
 class TimelineLayout:
-    """All boxes of a timeline.
+    """All rows of a timeline.
 
     Args:
-        titles: Title of each row.
-        rows: Boxes of each row: a row for a rank's steps, then a row for each of its lanes.
+        rows: A row for a rank's steps, then a row for each of its lanes.
         makespan: End of the last box.
-        kinds: Kinds of actions that occur.
-        num_microbatches: One more than the highest microbatch of an action; 0 without actions.
-        names: Names of the steps that are no actions, up to the first number, bracket or comma.
+        num_chunks: Most stages of a rank. 0 without actions.
+        most_memory: Most memory that a rank holds.
     """
 
-    titles: tuple[str, ...]
-    rows: tuple[tuple[Box, ...], ...]
+    rows: tuple[Row, ...]
     makespan: float
-    kinds: frozenset[Kind]
-    num_microbatches: int
-    names: tuple[str, ...]
+    num_chunks: int
+    most_memory: float
+
+    @property
+    def boxes(self) -> Iterator[Box]:
+        """All boxes."""
+        return (box for row in self.rows for box in row.boxes)
+
+    @property
+    def tones(self) -> tuple[Tone, ...]:
+        """Kinds that occur, in the order of a legend."""
+        found = {box.tone for box in self.boxes}
+        return tuple(tone for tone in NAMES if tone in found)
 
 
 def boxes_of(timeline: Timeline) -> TimelineLayout:
     """Lays out a timeline."""
-    # Insertion order is the order of first appearance, so the same timeline always gets the same colours.
-    names: dict[str, int] = {}
-    titles, rows = [], []
-    for title, spans in _rows(timeline):
-        row: list[Box] = []
-        for step, start, end in spans:
-            row += _of_step(step, float(start - timeline.start), float(end - timeline.start), names)
-        titles.append(title)
-        rows.append(tuple(row))
-    actions = [box for row in rows for box in row if box.is_action]
+    rows: list[Row] = []
+    most_chunks = 0
+    memory = timeline.memory if len(timeline.memory) == timeline.num_ranks else [()] * timeline.num_ranks
+    for rank, spans in enumerate(timeline.spans):
+        chunks = _chunks(spans)
+        most_chunks = max(most_chunks, len(chunks))
+        rows.append(
+            Row(
+                f"rank {rank}",
+                tuple(_boxes(timeline, spans, chunks)),
+                rank,
+                tuple(_from_start(timeline, timeline.gaps[rank])),
+                tuple(Level(float(time - timeline.start), float(held)) for time, held in memory[rank]),
+            )
+        )
+        for lane in timeline.beside[rank] if timeline.beside else ():
+            boxes = tuple(_boxes(timeline, lane, {}))
+            talks = {box.tone for box in boxes} <= _COMMUNICATION
+            rows.append(Row("communication" if talks else "beside", boxes, rank, is_lane=True))
     return TimelineLayout(
-        titles=tuple(titles),
         rows=tuple(rows),
         makespan=float(timeline.makespan),
-        kinds=frozenset(box.kind for box in actions),
-        num_microbatches=max((box.color_index for box in actions), default=-1) + 1,
-        names=tuple(names),
+        num_chunks=most_chunks,
+        most_memory=max((level.amount for row in rows for level in row.memory), default=0.0),  # type: ignore[arg-type]
     )
 
 
-def _rows(timeline: Timeline) -> Iterator[tuple[str, Sequence[Span]]]:
-    for rank, spans in enumerate(timeline.spans):
-        yield f"rank {rank}", spans
-        for lane in timeline.beside[rank] if timeline.beside else ():
-            yield "beside", lane
+def _from_start(timeline: Timeline, gaps: Iterable[Gap]) -> Iterator[Gap]:
+    for start, end, cause in gaps:
+        yield Gap(float(start - timeline.start), float(end - timeline.start), cause)
 
 
-def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> tuple[Box, ...]:
-    if isinstance(step, Divided):
-        parts = step.parts()
-        if len(parts) == 1:
-            return (_of_part(parts[0], start, end),)
-        # `upper` and `lower` are halves of the row: the upper half begins at 0.5, the lower one ends there.
-        upper, lower = parts
-        return _of_part(upper, start, end)._replace(lower=0.5), _of_part(lower, start, end)._replace(upper=0.5)
-    label = str(step)
-    match = _NAME.match(label)
-    assert match is not None, "the pattern matches the empty text as well"
-    # A label that begins with a number has no name before it, and then names itself.
-    name = match[0].strip() or label
-    return (Box(start, end, label, name, names.setdefault(name, len(names)), "F", is_action=False),)
+def _chunks(spans: Sequence[Span]) -> Mapping[int, int]:
+    """Returns the index of each stage among the stages of the rank."""
+    stages = {
+        stage
+        for span in spans
+        if isinstance(span.step, Divided)
+        for part in span.step.parts()
+        if (stage := part.details.get("stage")) is not None
+    }
+    return {stage: index for index, stage in enumerate(sorted(stages))}
 
 
-def _of_part(part: Part, start: float, end: float) -> Box:
-    return Box(start, end, part.label, str(part.number), part.number, part.kind)
+def _boxes(timeline: Timeline, spans: Iterable[Span], chunks: Mapping[int, int]) -> Iterator[Box]:
+    for step, start, end in spans:
+        box = partial(Box, float(start - timeline.start), float(end - timeline.start))
+        if isinstance(step, Divided):
+            parts = step.parts()
+            edges = _HALVES if len(parts) > 1 else _WHOLE
+            for part, (lower, upper) in zip(parts, edges, strict=True):
+                yield box(part.label, str(part.number), part.kind, _chunk(part, chunks), lower, upper, True)
+            continue
+        label = str(step)
+        match = _NAME.match(label)
+        assert match is not None, "the pattern matches the empty text as well"
+        # A label that begins with a number has no name before it, and then names itself.
+        yield box(label, match[0].strip() or label, tone_of(label))
+
+
+def _chunk(part: Part, chunks: Mapping[int, int]) -> int:
+    return chunks.get(part.details.get("stage", -1), 0)

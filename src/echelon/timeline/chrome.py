@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from echelon.arguments import writing
 from echelon.errors import EchelonError
-from echelon.timeline.palette import KIND_NAMES
+from echelon.timeline.palette import NAMES
 from echelon.timeline.timeline import Divided, Span, Time, Timeline, Transfer
 
 Event: TypeAlias = dict[str, object]
@@ -97,7 +97,7 @@ def _category(step: object) -> str:
     if not isinstance(step, Divided):
         return "step"
     parts = step.parts()
-    return KIND_NAMES[parts[0].kind] if len(parts) == 1 else "overlapped"
+    return NAMES[parts[0].kind] if len(parts) == 1 else "overlapped"
 
 
 def _details(step: object) -> Event:

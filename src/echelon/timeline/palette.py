@@ -1,42 +1,196 @@
-"""Colours of steps: the hue shows the microbatch, the lightness the kind.
+"""Colours of pictures: a hue for each kind of step, shades of idle time, and the themes around them.
 
-The hues repeat after `NUM_HUES` microbatches. They were chosen by a search that kept neighbours apart for normal sight
-and for the three kinds of colour blindness (as simulated by Machado, Oliveira and Fernandes, 2009). The lightness of a
-kind is nearly the same for every hue, so kinds stay apart in greyscale: forward is the lightest, then input gradient,
-fused backward and weight gradient.
+The colours were found by a search in OKLCH (Ottosson, 2020) under four rules, which tests/timeline/test_palette.py
+checks:
+
+- Kinds that occur in one picture stay apart, for normal sight and for the three kinds of colour blindness (as simulated
+  by Machado, Oliveira and Fernandes, 2009).
+- The four kinds of a pipeline differ most, since they are narrow and lie next to each other.
+- Text on a box has a contrast of at least 4.5 (WCAG 2.2, level AA).
+- One colour serves the light and the dark theme, so that the same picture in both has the same legend.
 """
 
 from __future__ import annotations
 
-from echelon.timeline.timeline import Kind
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-# From OKLCH (Ottosson, 2020): lightness F 0.88, I 0.755, B 0.615, W 0.45, a little different for each hue; hues of 87,
-# 274, 1, 106, 304 and 176 degrees with chroma 0.076 to 0.131, less where sRGB has no such colour.
-_COLORS: dict[Kind, tuple[str, ...]] = {
-    "F": ("#e6c880", "#d1dafe", "#ffb1c7", "#ebe8a2", "#d8bbfe", "#8efde2"),
-    "I": ("#bea059", "#a4b1e5", "#e47e9e", "#c2bf7b", "#b58de5", "#63d3b9"),
-    "B": ("#92752d", "#7a86b7", "#b55474", "#969350", "#8a63b7", "#2ea68e"),
-    "W": ("#5e4702", "#4c5684", "#7f2246", "#66621d", "#5a3383", "#06715e"),
+from echelon.errors import InvalidArgument
+from echelon.timeline.timeline import Cause
+
+Tone: TypeAlias = Literal[
+    "F",
+    "I",
+    "W",
+    "B",
+    "recompute",
+    "optimizer",
+    "compute",
+    "send",
+    "receive",
+    "all_gather",
+    "reduce_scatter",
+    "communication",
+    "exposed",
+]
+"""Kind of a box. The first four are those of actions."""
+
+COLORS: Mapping[Tone, str] = {
+    "F": "#84abd3",
+    "I": "#f8cf5b",
+    "W": "#126c4a",
+    "B": "#e38c65",
+    "recompute": "#d3dabd",
+    "optimizer": "#8d7dbf",
+    "compute": "#8792a8",
+    "send": "#abe8ed",
+    "receive": "#4177b3",
+    "all_gather": "#fa9db2",
+    "reduce_scatter": "#daaeef",
+    "communication": "#985780",
+    "exposed": "#ba2d1c",
 }
-_GREYS: dict[Kind, str] = {"F": "#d7d7d7", "I": "#afafaf", "B": "#848484", "W": "#555555"}
 
-NUM_HUES = 6
-"""Number of microbatches that have a colour of their own."""
-
-KIND_NAMES: dict[Kind, str] = {
+NAMES: Mapping[Tone, str] = {
     "F": "forward",
     "I": "input gradient",
     "B": "backward",
     "W": "weight gradient",
+    "recompute": "recompute",
+    "optimizer": "optimizer",
+    "compute": "compute",
+    "send": "send",
+    "receive": "receive",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "communication": "communication",
+    "exposed": "exposed communication",
 }
-"""Names of the kinds in a legend, the lightest first."""
+"""Names of the kinds, in the order of a legend."""
+
+CAUSE_NAMES: Mapping[Cause, str] = {
+    "warm_up": "warm-up",
+    "other_ranks": "waits for a rank",
+    "transfer": "waits for a transfer",
+    "overhead": "idle for an unknown cause",
+    "drain": "drain",
+}
+"""Names of the causes of idle time in a legend."""
+
+ENDS: tuple[Cause, ...] = ("warm_up", "drain")
+"""Causes of idle time at the ends of a row, before the first and after the last step."""
+
+_INK, _PAPER = "#14171b", "#ffffff"
 
 
-def color(microbatch: int | None, kind: Kind) -> str:
-    """Returns the colour of a step as "#rrggbb". Grey if the microbatch is None, which stands for any."""
-    return _GREYS[kind] if microbatch is None else _COLORS[kind][microbatch % NUM_HUES]
+@dataclass(frozen=True)
+class Theme:
+    """Colours around the boxes.
+
+    Args:
+        page: Background.
+        ink: Text and the critical path.
+        faint: Axes and less important text.
+        line: Thin separators.
+        memory: Area of held memory.
+        idle: Background of idle time, by its cause.
+        hatch: Lines on the background of a wait.
+    """
+
+    page: str
+    ink: str
+    faint: str
+    line: str
+    memory: str
+    idle: Mapping[Cause, str]
+    hatch: str
 
 
-def text_color(kind: Kind) -> str:
-    """Returns the colour of readable text on a step of this kind: black or white, as "#rrggbb"."""
-    return "#ffffff" if kind == "W" else "#000000"
+THEMES: Mapping[str, Theme] = {
+    "light": Theme(
+        page="#ffffff",
+        ink="#1b1f24",
+        faint="#5b6470",
+        line="#dfe3e8",
+        memory="#b6bdc8",
+        idle={
+            "warm_up": "#f3f4f6",
+            "other_ranks": "#e9ebef",
+            "transfer": "#d8f1f4",
+            "overhead": "#f7ded9",
+            "drain": "#f3f4f6",
+        },
+        hatch="#c3c9d2",
+    ),
+    "dark": Theme(
+        page="#1a1e23",
+        ink="#e8eaed",
+        faint="#9aa4b0",
+        line="#39414a",
+        memory="#59636f",
+        idle={
+            "warm_up": "#22272d",
+            "other_ranks": "#2b3138",
+            "transfer": "#1f3c42",
+            "overhead": "#4a2a26",
+            "drain": "#22272d",
+        },
+        hatch="#4a535e",
+    ),
+}
+
+
+def theme_named(name: object) -> Theme:
+    """Returns a theme.
+
+    Raises:
+        InvalidArgument: there is none of that name.
+    """
+    if not isinstance(name, str) or name not in THEMES:
+        raise InvalidArgument(f"theme={name!r}: give 'light' or 'dark'")
+    return THEMES[name]
+
+
+_FIRST_WORDS: Mapping[str, Tone] = {
+    "forward": "F",
+    "backward": "B",
+    "recompute": "recompute",
+    "optimizer": "optimizer",
+    "send": "send",
+    "isend": "send",
+    "receive": "receive",
+    "recv": "receive",
+    "irecv": "receive",
+    "exposed": "exposed",
+}
+_COLLECTIVES = ("all_reduce", "all_to_all", "broadcast", "barrier", "reduce", "gather", "scatter", "exchange", "scan")
+
+
+def tone_of(name: str) -> Tone:
+    """Returns the kind of a step that is no action, by the first word of its name. Most names are computations."""
+    word = name.split(maxsplit=1)[0].lower() if name.strip() else ""
+    if word in _FIRST_WORDS:
+        return _FIRST_WORDS[word]
+    if word.startswith("all_gather"):
+        return "all_gather"
+    if word.startswith("reduce_scatter"):
+        return "reduce_scatter"
+    return "communication" if word.startswith(_COLLECTIVES) else "compute"
+
+
+def text_color(fill: str) -> str:
+    """Returns the colour of text on a box of this colour: black or white, whichever has more contrast."""
+    return max((_INK, _PAPER), key=lambda text: contrast(text, fill))
+
+
+def contrast(one: str, other: str) -> float:
+    """Returns the contrast of two colours "#rrggbb" as WCAG defines it, from 1 to 21."""
+    dark, light = sorted((_luminance(one), _luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(color: str) -> float:
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

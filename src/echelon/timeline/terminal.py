@@ -3,21 +3,25 @@
 `picture` draws small timelines for docstrings and documents, with room for every label. `lines` scales any timeline to
 the width of a terminal.
 
-In colour, the background shows the microbatch and the kind (see `echelon.timeline.palette`). Without colour, a step is
-its text or a part of it, with hyphens while it goes on. Idle time is dots, or blank in colour. A column that is longer
-than the steps in it shows their kind, or "#" for several kinds.
+In colour the background is the kind of a step, and the text its microbatch; steps of a later chunk are underlined.
+Without colour a step is its letter and microbatch, in lower case on every second chunk, with hyphens while it goes on.
+Warm-up and drain are blank, and waits are marked by their cause.
+
+Where steps are narrower than a column, the letters of a line keep the shares of the kinds: with twice as much time in
+B as in F, two of three letters are B. In colour a column shows two such samples, as halves of a block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from echelon.timeline.boxes import Box, boxes_of
-from echelon.timeline.palette import color, text_color
-from echelon.timeline.timeline import Divided, Kind, Span, Timeline
+from echelon.timeline.boxes import Box, Row, boxes_of
+from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, text_color
+from echelon.timeline.timeline import Cause, Divided, Span, Timeline
+from echelon.timeline.words import figures, title
 
 
 def picture(timeline: Timeline) -> str:
@@ -42,14 +46,19 @@ def _label(span: Span) -> str:
     return ";".join(part.label for part in span.step.parts()) if isinstance(span.step, Divided) else span.name
 
 
-IDLE = "."
-"""Idle time without colour."""
+IDLE: Mapping[Cause, str] = {"warm_up": " ", "other_ranks": ".", "transfer": "~", "overhead": "?", "drain": " "}
+"""Idle time by its cause, without colour."""
+IDLE_IN_COLOR: Mapping[Cause, str] = {**IDLE, "other_ranks": "·"}
+"""Idle time by its cause, in colour."""
 BOTH_AT_ONCE = "&"
 """Overlapped step without colour."""
 HALVES = "▀"
 """Overlapped step in colour: the forward is the upper half, the backward the lower one."""
-SEVERAL = "#"
-"""Column in which several kinds ran."""
+_TWO_SAMPLES = "▌"
+_BORDER = "▏"
+
+_WIDTH = 100
+_MOST_ROWS = 64
 
 
 class Piece(NamedTuple):
@@ -58,6 +67,8 @@ class Piece(NamedTuple):
     text: str
     foreground: str = ""
     background: str = ""
+    is_underlined: bool = False
+    """Whether a step is of a later chunk."""
 
 
 Line: TypeAlias = tuple[Piece, ...]
@@ -67,16 +78,52 @@ Line: TypeAlias = tuple[Piece, ...]
 _Step: TypeAlias = tuple[Box, ...]
 
 
+def as_text(timeline: Timeline, width: int = _WIDTH) -> str:
+    """Returns a timeline as plain text: title, figures, a line per rank, and a legend."""
+    drawn = lines(timeline, width, in_color=False)
+    rows = ["".join(piece.text for piece in line).rstrip() for line in drawn[:_MOST_ROWS]]
+    if len(drawn) > _MOST_ROWS:
+        rows.append(f"and {len(drawn) - _MOST_ROWS} more rows: draw(FILE) draws them")
+    return "\n".join([title(timeline), figures(timeline), "", *rows, "", *legend(timeline, drawn, width)]).rstrip()
+
+
+def legend(timeline: Timeline, drawn: Sequence[Line], width: int) -> list[str]:
+    """Returns the lines of a legend without colour: only of signs that occur in the picture."""
+    found: list[str] = []
+    for entry in _entries(timeline, drawn):
+        if found and len(found[-1]) + 3 + len(entry) <= width:
+            found[-1] += f"   {entry}"
+        else:
+            found.append(entry)
+    return found
+
+
+def _entries(timeline: Timeline, drawn: Sequence[Line]) -> list[str]:
+    # line[0] is the title, whose letters are no signs.
+    shown = {character for line in drawn for piece in line[1:] for character in piece.text}
+    boxes = [box for box in boxes_of(timeline).boxes if box.is_action]
+    kinds = [tone for tone in NAMES if any(box.tone == tone for box in boxes)]
+    entries = [f"{kind} {NAMES[kind]}" for kind in kinds]
+    if any(box.chunk % 2 for box in boxes) and any(letter.lower() in shown for letter in kinds):
+        many = max(box.chunk for box in boxes) > 1
+        entries.append(f"lower case: {'every second' if many else 'second'} chunk")
+    if BOTH_AT_ONCE in shown:
+        entries.append(f"{BOTH_AT_ONCE} both at once")
+    return entries + [f"{sign} {CAUSE_NAMES[cause]}" for cause, sign in IDLE.items() if sign.strip() and sign in shown]
+
+
 def lines(timeline: Timeline, width: int, in_color: bool) -> list[Line]:
     """Lays a timeline out in at most `width` columns: one line per rank and one for each of its lanes."""
-    boxes = boxes_of(timeline)
-    titles = [f"{title}  " for title in boxes.titles]
+    layout = boxes_of(timeline)
+    titles = [f"{row.title}  " for row in layout.rows]
     margin = max(map(len, titles), default=0)
-    rows = [[tuple(group) for _, group in groupby(row, key=_when)] for row in boxes.rows]
-    scale = _Scale.that_fits([step for row in rows for step in row], boxes.makespan, max(1, width - margin), in_color)
-    draw = _whole_steps if scale.level is not None else _shares
+    steps = [[tuple(group) for _, group in groupby(row.boxes, key=_when)] for row in layout.rows]
+    every = [step for row in steps for step in row]
+    scale = _Scale.that_fits(every, layout.makespan, max(1, width - margin), in_color)
+    draw = _whole_steps if scale.level is not None else _samples
     return [
-        (Piece(title.ljust(margin)), *draw(row, boxes.makespan, scale)) for title, row in zip(titles, rows, strict=True)
+        (Piece(name.ljust(margin)), *draw(row, found, scale))
+        for name, row, found in zip(titles, layout.rows, steps, strict=True)
     ]
 
 
@@ -92,87 +139,123 @@ class _Scale(NamedTuple):
     level: int | None
     """Index into `_texts`: 0 is the full label. None if most steps are narrower than a column."""
     in_color: bool
+    makespan: float
 
     @classmethod
     def that_fits(cls, steps: Sequence[_Step], makespan: float, width: int, in_color: bool) -> _Scale:
         """Chooses the scale for a width in columns."""
         durations = sorted(step[0].width for step in steps if step[0].width > 0)
         if not durations:
-            return cls(0.0, 0, in_color)
+            return cls(0.0, 0, in_color, makespan)
         # The 10th percentile: in a measured run a few steps are far shorter than the rest.
         short = durations[len(durations) // 10]
         # A whole number of columns for a short step makes equal steps look equal.
         room = math.floor(width * short / makespan + 1e-9)
         if room == 0:
-            return cls(width / makespan, None, in_color)
-        border = 0 if in_color else 1
-        lengths = [max(len(_texts(step)[level]) for step in steps) + border for level in range(2)]
+            return cls(width / makespan, None, in_color, makespan)
+        lengths = [max(len(_texts(step, in_color)[level]) for step in steps) + 1 for level in range(2)]
         room = min(room, lengths[0])
-        return cls(room / short, next((level for level in range(2) if lengths[level] <= room), 2), in_color)
+        return cls(room / short, next((level for level in range(2) if lengths[level] <= room), 2), in_color, makespan)
 
     def column(self, time: float) -> int:
         return round(time * self.columns)
 
 
-def _texts(step: _Step) -> tuple[str, str, str]:
-    """Returns three labels of a step: in full, without the stage, and as one letter."""
-    full = ";".join(box.label for box in step)
-    shorter = ";".join(f"{box.kind}{box.short}" if box.is_action else box.short for box in step)
-    return full, shorter, BOTH_AT_ONCE if len(step) > 1 else _letter(step[0])
+def _texts(step: _Step, in_color: bool) -> tuple[str, str, str]:
+    """Returns three labels of a step: in full, shorter, and as one character or less."""
+    if in_color:
+        # The colour is the kind already.
+        full = ";".join(box.short if box.is_action else box.label for box in step)
+        return full, ";".join(box.short for box in step), ""
+    full = ";".join(f"{box.letter}{box.short}" if box.is_action else box.label for box in step)
+    shorter = ";".join(f"{box.letter}{box.short}" if box.is_action else box.short for box in step)
+    return full, shorter, BOTH_AT_ONCE if len(step) > 1 else step[0].letter
 
 
-def _letter(box: Box) -> str:
-    return box.kind if box.is_action else box.label[:1]
-
-
-def _whole_steps(row: Sequence[_Step], makespan: float, scale: _Scale) -> Iterator[Piece]:
-    column, end = 0, scale.column(makespan)
-    for step in row:
+def _whole_steps(row: Row, steps: Sequence[_Step], scale: _Scale) -> Iterator[Piece]:
+    column, end = 0, scale.column(scale.makespan)
+    for step in steps:
         # The first of several steps that share a column gets it.
         first, last = max(column, scale.column(step[0].start)), scale.column(step[0].end)
         if last > first:
-            yield _idle(first - column, scale)
+            yield from _idle(row, column, first, scale)
             yield _step(step, last - first, scale)
             column = last
-    yield _idle(end - column, scale)
+    yield from _idle(row, column, end, scale)
 
 
-def _idle(width: int, scale: _Scale) -> Piece:
-    return Piece((" " if scale.in_color else IDLE) * width)
+def _idle(row: Row, first: int, last: int, scale: _Scale) -> Iterator[Piece]:
+    """Yields idle columns, each with the sign of the cause at its middle. A lane has none."""
+    signs = IDLE_IN_COLOR if scale.in_color else IDLE
+    gaps = [gap for gap in row.gaps if gap.end * scale.columns > first and gap.start * scale.columns < last]
+    text = ""
+    for column in range(first, last):
+        time = (column + 0.5) / scale.columns
+        # Rounding may move a column to just beside its gap.
+        near = min(gaps, key=lambda gap: max(float(gap.start) - time, time - float(gap.end)), default=None)
+        text += " " if near is None else signs[near.cause]
+    yield Piece(text)
 
 
 def _step(step: _Step, width: int, scale: _Scale) -> Piece:
     assert scale.level is not None
-    text = _texts(step)[scale.level]
+    text = _texts(step, scale.in_color)[scale.level]
     if not scale.in_color:
         border = " " if scale.level < 2 else ""
         return Piece(text[: width - len(border)].ljust(width - len(border), "-") + border)
     if len(step) == 1:
-        return Piece(text[:width].ljust(width), text_color(step[0].kind), color(step[0].color_index, step[0].kind))
+        fill = COLORS[step[0].tone]
+        # Neighbours of one kind would run into each other without a border.
+        shown = (_BORDER + text)[:width].ljust(width) if width > len(text) else text[:width]
+        return Piece(shown, text_color(fill), fill, step[0].chunk > 0)
     upper, lower = step
-    return Piece(HALVES * width, color(upper.color_index, upper.kind), color(lower.color_index, lower.kind))
+    return Piece(HALVES * width, COLORS[upper.tone], COLORS[lower.tone])
 
 
-def _shares(row: Sequence[_Step], makespan: float, scale: _Scale) -> Iterator[Piece]:
-    """Yields one piece per column: its longest kind, or idle if the rank was idle for more than half of it."""
-    shares: list[dict[str, float]] = [{} for _ in range(scale.column(makespan))]
-    kinds: dict[str, Kind] = {}
-    for box in (box for step in row for box in step):
-        kinds[_letter(box)] = box.kind
-        for column, share in _columns(box, scale.columns, len(shares)):
-            share_of = shares[column]
-            share_of[_letter(box)] = share_of.get(_letter(box), 0.0) + share * (box.upper - box.lower)
-    for share_of in shares:
-        if sum(share_of.values()) < 0.5:
-            yield _idle(1, scale)
+def _samples(row: Row, steps: Sequence[_Step], scale: _Scale) -> Iterator[Piece]:
+    """Yields one piece per column where steps are narrower than columns."""
+    boxes = [box for step in steps for box in step]
+    if scale.in_color:
+        halves = list(_sampled(row, boxes, 2 * scale.columns, 2 * scale.column(scale.makespan)))
+        for left, right in zip(halves[::2], halves[1::2], strict=True):
+            yield _two(left, right)
+        return
+    for sample in _sampled(row, boxes, scale.columns, scale.column(scale.makespan)):
+        yield Piece(sample if isinstance(sample, str) else sample.letter)
+
+
+def _two(left: Box | str, right: Box | str) -> Piece:
+    if isinstance(left, str) and isinstance(right, str):
+        return Piece(IDLE_IN_COLOR["other_ranks"] if left == "." else left)
+    if isinstance(left, str):
+        assert isinstance(right, Box)
+        return Piece("▐", COLORS[right.tone])
+    return Piece(_TWO_SAMPLES, COLORS[left.tone], "" if isinstance(right, str) else COLORS[right.tone])
+
+
+def _sampled(row: Row, boxes: Sequence[Box], columns: float, count: int) -> Iterator[Box | str]:
+    """Yields a box for each column, or the sign of its idle time, so that each kind keeps its share of the columns."""
+    shares: list[dict[str, float]] = [{} for _ in range(count)]
+    samples: dict[str, Box | str] = {}
+
+    def add(key: str, sample: Box | str, start: float, end: float, height: float) -> None:
+        samples.setdefault(key, sample)
+        for column in range(int(start * columns), min(count, math.ceil(end * columns))):
+            share = min(end * columns, column + 1) - max(start * columns, column)
+            shares[column][key] = shares[column].get(key, 0.0) + share * height
+
+    for box in boxes:
+        add(f"{box.tone}{box.letter}", box, box.start, box.end, box.upper - box.lower)
+    for start, end, cause in row.gaps:
+        add(f"idle {cause}", IDLE[cause], float(start), float(end), 1.0)
+    # A kind that was not shown in a column is owed its share of it in the next ones, where it occurs again.
+    owed: dict[str, float] = {}
+    for found in shares:
+        for key, share in found.items():
+            owed[key] = owed.get(key, 0.0) + share
+        if not found:
+            yield " "
             continue
-        letter = max(share_of, key=lambda letter: share_of[letter])
-        text = letter if len(share_of) == 1 else SEVERAL
-        yield Piece(text, text_color(kinds[letter]), color(None, kinds[letter])) if scale.in_color else Piece(text)
-
-
-def _columns(box: Box, columns: float, count: int) -> Iterator[tuple[int, float]]:
-    """Yields the columns that a box touches, each with the share of it that the box covers."""
-    start, end = box.start * columns, box.end * columns
-    for column in range(int(start), min(count, math.ceil(end))):
-        yield column, min(end, column + 1) - max(start, column)
+        best = max(found, key=lambda key: owed[key])
+        owed[best] -= 1.0
+        yield samples[best]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from itertools import groupby
 from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 Time: TypeAlias = float | Fraction
@@ -31,7 +30,7 @@ class Part(NamedTuple):
 
     kind: Kind
     number: int
-    """The microbatch. It chooses the colour, and is written if the label does not fit."""
+    """The microbatch, which is written into the box."""
     label: str
     details: Mapping[str, int]
     """Shown by viewers of Chrome traces."""
@@ -95,6 +94,31 @@ class Idle(NamedTuple):
     """Time after the last step."""
 
 
+Cause: TypeAlias = Literal["warm_up", "other_ranks", "transfer", "overhead", "drain"]
+"""Cause of idle time: a field of `Idle`."""
+
+
+class Gap(NamedTuple):
+    """Idle time of a rank, with its cause."""
+
+    start: Time
+    end: Time
+    cause: Cause
+
+
+class Level(NamedTuple):
+    """Memory that a rank holds from a point in time until the next level."""
+
+    time: Time
+    amount: Time
+
+
+Unit: TypeAlias = Literal["", "s"]
+"""Unit of time: seconds, or that of a plan, such as one forward."""
+MemoryUnit: TypeAlias = Literal["", "activations", "B"]
+"""Unit of memory: bytes, activations of one stage, or that of `Costs.activation`."""
+
+
 class Critical(NamedTuple):
     """Span of the critical path, its place, and the transfer that it waited for. None if it waited for its own rank."""
 
@@ -141,6 +165,10 @@ class Timeline:
             Empty if the run has no activations.
         beside: For each rank, lanes of spans that ran concurrently with its steps. Spans of a lane do not overlap. They
             count neither as busy nor as idle. Empty if there are none.
+        name: Name of the schedule or plan, for the title of a picture.
+        unit: Unit of time.
+        memory: For each rank, the memory that it holds, in order of time. Empty if it is not known.
+        memory_unit: Unit of `memory`.
     """
 
     steps: tuple[tuple[object, ...], ...]
@@ -149,6 +177,21 @@ class Timeline:
     transfers: Sequence[Transfer] = field(default=(), compare=False)
     peak_activations: tuple[Time, ...] = ()
     beside: tuple[tuple[tuple[Span, ...], ...], ...] = ()
+    # Not compared: what ran and when is equal, whatever it is called.
+    name: str = field(default="", compare=False)
+    unit: Unit = field(default="", compare=False)
+    memory: Sequence[Sequence[Level]] = field(default=(), compare=False)
+    memory_unit: MemoryUnit = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        from echelon.timeline.terminal import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from echelon.timeline.page import notebook_cell
+
+        return notebook_cell(self)
 
     def __repr__(self) -> str:
         count = sum(map(len, self.steps))
@@ -210,9 +253,19 @@ class Timeline:
         return _quotient(self.span - max(self.busy), self.span)
 
     @cached_property
+    def gaps(self) -> tuple[tuple[Gap, ...], ...]:
+        """Idle time of each rank, in order of time."""
+        from echelon.timeline.waits import Waits
+
+        waits = Waits(self)
+        return tuple(tuple(waits.gaps(rank)) for rank in range(self.num_ranks))
+
+    @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """Idle time of each rank, by its cause."""
-        return tuple(map(_Waits(self).idle, range(self.num_ranks)))
+        from echelon.timeline.waits import total
+
+        return tuple(total(gaps, type(self.end)(0)) for gaps in self.gaps)
 
     @cached_property
     def critical_path(self) -> tuple[Critical, ...]:
@@ -220,24 +273,40 @@ class Timeline:
 
         The run gets faster only if one of these spans, or a transfer between them, gets shorter.
         """
-        return _Waits(self).critical_path()
+        from echelon.timeline.waits import Waits
 
-    def draw(self, path: str | os.PathLike[str], against: Timeline | None = None) -> None:
-        """Draws the timeline into a file, as SVG, PNG or PDF by its suffix.
+        return Waits(self).critical_path()
+
+    def draw(
+        self,
+        path: str | os.PathLike[str],
+        against: Timeline | None = None,
+        *,
+        theme: Literal["light", "dark"] = "light",
+    ) -> None:
+        """Draws the timeline into a file, as SVG, PNG, PDF or HTML by its suffix.
+
+        A colour is a kind of step, and the number in a box its microbatch. Idle time is shaded by its cause. A line
+        follows the critical path. The strip below a rank is the memory that it holds.
+
+        An HTML file is one page that needs no network, in which one zooms, points at steps and searches them.
 
         Args:
             path: File to write.
             against: Another timeline, drawn above; below if it was measured and this one is simulated. If they are in
                 different units of time, equal work is drawn equally wide.
+            theme: Colours around the boxes. An HTML file follows the reader's own choice.
 
         Raises:
-            EchelonError: matplotlib is not installed, or the suffix is none of .svg, .png and .pdf.
+            EchelonError: matplotlib is not installed, which all but HTML need, or the suffix is none of .svg, .png,
+                .pdf and .html.
+            InvalidArgument: there is no such theme.
             FileError: the file cannot be written.
         """
         # Imported here because the module imports this one.
-        from echelon.timeline.figure import draw
+        from echelon.timeline.drawing import draw
 
-        draw(self, path, against)
+        draw(self, path, against, theme)
 
     def to_chrome(self, path: str | os.PathLike[str], seconds: float = 1.0) -> None:
         """Writes the timeline as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
@@ -255,106 +324,8 @@ class Timeline:
         to_chrome(self, path, seconds)
 
 
-class _Waits:
-    """Causes of the waits in a timeline: the transfers that its spans needed, by the span that needed them."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._incoming: dict[tuple[int, int], list[Transfer]] = {}
-        for transfer in timeline.transfers:
-            self._incoming.setdefault((transfer.target_rank, transfer.target), []).append(transfer)
-
-    def awaited(self, rank: int, index: int) -> Transfer | None:
-        """Returns the last transfer that a span waited for. None if its rank was still busy when it arrived."""
-        awaited = max(self._incoming.get((rank, index), ()), key=_arrival, default=None)
-        if awaited is None or (index > 0 and _arrival(awaited) <= self._timeline.ends[rank][index - 1]):
-            return None
-        return awaited
-
-    def critical_path(self) -> tuple[Critical, ...]:
-        """Walks back from the last span to end. Each span waited either for a transfer or for the step before it."""
-        path: list[Critical] = []
-        run = self._timeline
-        ends = {rank: ends[-1] for rank, ends in enumerate(run.ends) if ends}
-        rank = max(ends, key=lambda rank: ends[rank], default=-1)
-        index = len(run.ends[rank]) - 1 if ends else -1
-        while index >= 0:
-            transfer = self.awaited(rank, index)
-            # Not from `spans`, which would make one for each step of a long run.
-            span = Span(run.steps[rank][index], run.starts[rank][index], run.ends[rank][index])
-            path.append(Critical(rank, index, span, transfer))
-            if transfer is None:
-                index -= 1
-            else:
-                rank, index = transfer.source_rank, transfer.source
-        return tuple(reversed(path))
-
-    def idle(self, rank: int) -> Idle:
-        """Divides the idle time of a rank by its causes."""
-        run = self._timeline
-        starts, ends = run.starts[rank], run.ends[rank]
-        zero = type(run.end)(0)
-        if not starts:
-            return Idle(run.makespan, zero, zero, zero, zero)
-        other_ranks = transfers = overhead = zero
-        for index in range(1, len(starts)):
-            free, start = ends[index - 1], starts[index]
-            if start <= free:
-                continue
-            awaited = self.awaited(rank, index)
-            if awaited is None:
-                overhead += start - free
-                continue
-            # The gap from `free` to `start` is cut at two points, both clamped to it: measured times of two ranks may
-            # contradict each other by the error of their clocks.
-            made = min(max(free, awaited.start), start)
-            arrived = start if awaited.end is None else min(max(made, awaited.end), start)
-            other_ranks += made - free
-            transfers += arrived - made
-            overhead += start - arrived
-        return Idle(starts[0] - run.start, other_ranks, transfers, overhead, run.end - ends[-1])
-
-
 def _quotient(part: Time, whole: Time) -> Time:
     # Keeps exact times exact: int by int would become a float.
     if isinstance(part, int) and isinstance(whole, int):
         return Fraction(part, whole)
     return part / whole
-
-
-def _arrival(transfer: Transfer) -> Time:
-    """Returns the arrival of a transfer. Its start if the run did not measure arrivals."""
-    return transfer.start if transfer.end is None else transfer.end
-
-
-def summary(timeline: Timeline) -> str:
-    """Returns the title of a picture, such as "simulated: makespan 24, bubble rate 20.0 %"."""
-    parts = [
-        f"makespan {number(timeline.makespan)}",
-        f"bubble rate {100 * float(timeline.bubble_rate):.1f} %",
-    ]
-    if timeline.peak_activations:
-        parts.append(f"peak activations {_per_rank(timeline.peak_activations)}")
-    origin = {True: "measured: ", False: "simulated: ", None: ""}[is_measured(timeline)]
-    return origin + ", ".join(parts)
-
-
-def number(value: Time) -> str:
-    """Returns a number with at most 4 digits."""
-    # Enough to compare two runs, and short enough for a table.
-    return f"{float(value):.4g}"
-
-
-def is_measured(timeline: Timeline) -> bool | None:
-    """Returns whether a timeline was recorded. None if it has no transfers, which alone would show it."""
-    # Only a simulation knows when a transfer arrived.
-    return next((transfer.end is None for transfer in timeline.transfers), None)
-
-
-def _per_rank(values: tuple[Time, ...]) -> str:
-    # More than 8 numbers would not fit a title: then the largest and the smallest.
-    if len(values) > 8:
-        return f"{number(max(values))} (rank {values.index(max(values))}) to {number(min(values))}"
-    if len(list(groupby(values))) == 1:
-        return number(values[0]) + (" on every rank" if len(values) > 1 else "")
-    return " ".join(map(number, values))

@@ -214,6 +214,8 @@ class _Play:
             starts=tuple(tuple(state.starts) for state in self._ranks),
             ends=tuple(tuple(state.ends) for state in self._ranks),
             transfers=tuple(self._transfers),
+            name=self._plan.name,
+            unit="s",
         )
 
 

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from echelon.foresight.play.played import CommunicationSpan, PlayedRole
 from echelon.foresight.report import seconds_text
 from echelon.foresight.trace import Collective, Kernel, Message, Trace
+from echelon.timeline.palette import tone_of
+from echelon.timeline.widget.data import Lane as Row
+from echelon.timeline.widget.data import Part, Piece, Words
 
 # A repeated block of a model, such as "layers.3" of "layers.3.attention.wq".
 _REPEATED = re.compile(r"(.*?\.\d+)(?:\.|$)")
@@ -46,6 +49,11 @@ class Block:
         return self.end - self.start
 
     @property
+    def short(self) -> str:
+        """Text in the block: its module if it has one, else its hue."""
+        return self.first if self.first and self.first == self.last else self.hue
+
+    @property
     def text(self) -> str:
         """Description: hue, modules, duration, and the longest part."""
         modules = self.first if self.first == self.last else f"{self.first or '-'} to {self.last or '-'}"
@@ -65,6 +73,20 @@ class Lane(NamedTuple):
     """Blocks to draw."""
     parts: tuple[Block, ...]
     """The same joined to fewer, which have a text each."""
+
+    def for_browsers(self, seconds: float, head: str) -> Row:
+        """Returns the row of a page whose axis shows `seconds`. `head` stands above it."""
+        scale = 1 / (seconds or 1.0)
+        return Row(
+            title=self.name,
+            pieces=[
+                Piece(block.start * scale, block.end * scale, tone_of(block.hue), Words(block.hue, block.short))
+                for block in self.blocks
+            ],
+            is_lane=self.name != "compute",
+            head=head,
+            parts=[Part(part.start * scale, part.end * scale, part.text) for part in self.parts],
+        )
 
 
 def lanes_of(role: PlayedRole, most: int, most_parts: int) -> list[Lane]:

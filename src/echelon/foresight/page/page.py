@@ -6,16 +6,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import chain, repeat
 from string import Template
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from echelon.foresight.memory import NAMES, Curve, highest, limit_text
+from echelon.foresight.memory import NAMES, TONES, Curve, highest, limit_text
 from echelon.foresight.page import svg
-from echelon.foresight.page.lanes import Lane, lanes_of
+from echelon.foresight.page.lanes import lanes_of
 from echelon.foresight.play.played import Exposed
 from echelon.foresight.report import NOT_MODELLED, Report, accuracy_text, seconds_text
+from echelon.timeline.palette import COLORS
+from echelon.timeline.widget.data import Data, Panel
+from echelon.timeline.widget.markup import script, style, widget
+from echelon.timeline.words import time_scale
 
 if TYPE_CHECKING:
     from echelon.foresight.run import Foreseen
@@ -43,7 +48,6 @@ def page(seen: Foreseen, report: Report) -> str:
     played, memory = seen.played, seen.memory
     limit = played.device.memory_bytes
     curve = memory.curve(points=_INTERVALS)
-    lanes = _lanes(seen)
     figures, peak = report.figures_table(), report.memory_table()
     values = {
         "title": escape(report.title or "A foreseen step"),
@@ -51,8 +55,9 @@ def page(seen: Foreseen, report: Report) -> str:
         "verdict": _badge(seen.fits),
         "cards": _cards(seen, report),
         "problems": _list("Problems", report.problems, "problems"),
-        "hues": "".join(_swatch(svg.HUES.get(hue, "ot"), hue) for hue in svg.hues_of(_flat(lanes))),
-        "roles": "".join(_role(seen, rank, found) for rank, found in lanes.items()) + _others(seen) + _axis(seen),
+        "style": style() + _kind_style(),
+        "script": script(),
+        "timeline": _timeline(seen) + _others(seen),
         "fullest": str(memory.fullest),
         "levels": _levels(highest(curve, limit)),
         "memory": svg.memory(curve, limit),
@@ -123,37 +128,25 @@ def _card(name: str, value: str, note: str, share: float | None = None) -> str:
 # Timeline
 
 
-def _lanes(seen: Foreseen) -> dict[int, list[Lane]]:
+def _timeline(seen: Foreseen) -> str:
     shown = list(seen.played.roles.items())[:_ROLES]
     # A role has about four lanes.
     most, most_parts = (max(16, whole // len(shown) // 4) for whole in (_BLOCKS, _PARTS))
-    return {rank: lanes_of(role, most, most_parts) for rank, role in shown}
-
-
-def _flat(lanes: Mapping[int, Sequence[Lane]]) -> Iterable[Lane]:
-    return (lane for found in lanes.values() for lane in found)
-
-
-def _role(seen: Foreseen, rank: int, lanes: Sequence[Lane]) -> str:
-    count = seen.classes.count(rank)
-    role = seen.played.roles[rank]
-    of = f"stands for {count} ranks, " if count > 1 else ""
-    rows = "".join(
-        f'<div class="lane{"" if lane.name == "compute" else " thin"}"><span title="{escape(lane.name)}">'
-        f"{escape(lane.name)}</span><div>{svg.lane(lane, seen.step_seconds)}</div></div>"
-        for lane in lanes
-    )
-    return f'<div class="role"><h3>rank {rank} <small>{of}{seconds_text(role.seconds)}</small></h3>{rows}</div>'
+    rows = []
+    for rank, role in shown:
+        count = seen.classes.count(rank)
+        of = f"stands for {count} ranks, " if count > 1 else ""
+        heads = chain([f"rank {rank}: {of}{seconds_text(role.seconds)}"], repeat(""))
+        lanes = lanes_of(role, most, most_parts)
+        rows += [lane.for_browsers(seen.step_seconds, head) for lane, head in zip(lanes, heads, strict=False)]
+    scale = time_scale(seen.step_seconds, "s")
+    panel = Panel("", "", rows, seen.step_seconds, 1.0, scale, f"time ({scale.name})")
+    return widget(Data([panel]))
 
 
 def _others(seen: Foreseen) -> str:
     left = len(seen.played.roles) - _ROLES
     return f'<p class="faint">{left} other roles are not shown.</p>' if left > 0 else ""
-
-
-def _axis(seen: Foreseen) -> str:
-    ticks = _ticks(seen.step_seconds)
-    return f'<div class="lane axis"><span></span><div><div class="ticks">{ticks}</div></div></div>'
 
 
 def _ticks(seconds: float) -> str:
@@ -187,6 +180,12 @@ def _legend(curve: Curve, limit: int) -> str:
     kinds = "".join(_swatch(f"m-{kind}", NAMES.get(kind, kind)) for kind in curve.kinds)
     rules = '<span><i class="rule" style="border-top-style:dotted"></i>reserved</span>'
     return f'{kinds}{rules}<span><i class="rule" style="color:var(--bad)"></i>{limit_text(curve, limit)}</span>'
+
+
+def _kind_style() -> str:
+    return "".join(
+        f".m-{kind} {{ fill: {COLORS[tone]}; background: {COLORS[tone]}; }}\n" for kind, tone in TONES.items()
+    )
 
 
 def _swatch(name: str, text: str) -> str:

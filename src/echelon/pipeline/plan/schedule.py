@@ -67,6 +67,10 @@ class Schedule:
     def __str__(self) -> str:
         return "\n".join(",".join(map(str, order)) for order in self.orders)
 
+    def _repr_html_(self) -> str | None:
+        # Without costs a stage takes one unit of time. None makes a notebook show the text, which a mistake needs.
+        return None if self.problems else self.simulate()._repr_html_()
+
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import Action, Handover, Overlapped, Step, actions_of
 from echelon.pipeline.plan.cost import Costs, StageCosts
-from echelon.timeline.timeline import LazySequence, Time, Timeline, Transfer
+from echelon.timeline.timeline import LazySequence, Level, MemoryUnit, Time, Timeline, Transfer
 
 if TYPE_CHECKING:
     from echelon.pipeline.plan.schedule import Schedule
@@ -86,6 +86,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ends=tuple(map(tuple, ends)),
         transfers=LazySequence(partial(_transfers, schedule, ends, stage_costs.transfer)),
         peak_activations=peaks(schedule, stage_costs),
+        name=schedule.name,
+        memory=LazySequence(partial(_held, schedule, stage_costs, starts, ends)),
+        memory_unit=_memory_unit(costs),
     )
 
 
@@ -96,13 +99,47 @@ def recorded(schedule: Schedule, times: Sequence[Sequence[tuple[Time, Time]]], c
         raise ScheduleError(f"times of {given} steps per rank, but the ranks ran {expected}: give one pair per step")
     starts = tuple(tuple(start for start, _ in rank) for rank in times)
     ends = tuple(tuple(end for _, end in rank) for rank in times)
+    stage_costs = costs.per_stage(schedule.placement)
     return Timeline(
         steps=schedule.orders,
         starts=starts,
         ends=ends,
         transfers=LazySequence(partial(_recorded_transfers, schedule, ends)),
-        peak_activations=peaks(schedule, costs.per_stage(schedule.placement)),
+        peak_activations=peaks(schedule, stage_costs),
+        name=schedule.name,
+        memory=LazySequence(partial(_held, schedule, stage_costs, starts, ends)),
+        memory_unit=_memory_unit(costs),
     )
+
+
+def _memory_unit(costs: Costs) -> MemoryUnit:
+    """Returns the unit of memory: activations where every stage has one, else that of the costs, which they know."""
+    plain = costs.weight_activation is None and not costs.recomputed_activation
+    return "activations" if plain and costs.activation == 1 else ""
+
+
+def _held(schedule: Schedule, costs: StageCosts, starts: Times, ends: Times) -> Iterator[list[Level]]:
+    """Yields the memory that each rank holds over time."""
+    for order, started, ended in zip(schedule.orders, starts, ends, strict=True):
+        during = list(levels(order, costs, schedule.forward_only))
+        # After a step a rank holds what the next one finds: without the memory that the next one adds.
+        after = [held - _added(step, costs) for held, step in zip(during[1:], order[1:], strict=True)]
+        if schedule.forward_only:
+            after = [0] * len(after)
+        found = []
+        for step in range(len(order)):
+            found.append(Level(started[step], during[step]))
+            found.append(Level(ended[step], after[step] if step < len(after) else 0))
+        yield found
+
+
+def _added(step: Step, costs: StageCosts) -> Time:
+    """Returns the memory that a step adds when it starts."""
+    added: Time = 0
+    for stage, kind, _ in actions_of(step):
+        if kind != "W":
+            added += (costs.activation if kind == "F" else costs.recomputed_activation)[stage]
+    return added
 
 
 def play(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -182,7 +183,7 @@ class Pipeline:
         """
         if self._times is None:
             raise ScheduleError("there is no timeline yet: call step() first")
-        return self.schedule.recorded(self._times)
+        return replace(self.schedule.recorded(self._times), unit="s")
 
     # Training and inference
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from html import escape
+from itertools import chain, pairwise, repeat
 from numbers import Real
+from typing import final
 
 from echelon.arguments import named
 from echelon.errors import InvalidArgument, ScheduleError
@@ -58,6 +60,21 @@ class Option:
         )
 
 
+@final
+class Options(tuple[Option, ...]):
+    """Compared schedules, the fastest that fits first. `str` of them is a table, and a notebook shows one."""
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} schedules:\n{self}>"
+
+    def _repr_html_(self) -> str:
+        head, *rows = (f"<tr>{''.join(_cells(row, tag))}</tr>" for row, tag in zip(_rows(self), _tags(), strict=False))
+        return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+
+
 def recommend(
     costs: Costs,
     num_ranks: int,
@@ -67,7 +84,7 @@ def recommend(
     parameters: Amount = 0,
     capacity: Time | None = None,
     search: bool = False,
-) -> tuple[Option, ...]:
+) -> Options:
     """Compares all training schedules that exist for these sizes.
 
     Schedules that fit come first, then the shortest span first. The span is the time of a step when steps follow each
@@ -98,12 +115,10 @@ def recommend(
     known = list(_named(num_ranks, num_microbatches))
     if search:
         known += [found for found in _searched(costs, num_ranks, num_microbatches, memory_limit) if found not in known]
-    return tuple(sorted((_option(each, costs, memory_limit, throughout, capacity) for each in known), key=_rank))
+    return Options(sorted((_option(each, costs, memory_limit, throughout, capacity) for each in known), key=_rank))
 
 
-def search_chunks(
-    costs: Costs, num_ranks: int, num_microbatches: int, memory_limit: Time | None = None
-) -> tuple[Option, ...]:
+def search_chunks(costs: Costs, num_ranks: int, num_microbatches: int, memory_limit: Time | None = None) -> Options:
     """Searches for schedules with one and with two chunks per rank, and returns them with the better one first.
 
     Two chunks are left out if `costs.transfer` is given per boundary: it fits only one placement of two chunks.
@@ -119,7 +134,7 @@ def search_chunks(
     """
     found = _searched(costs, num_ranks, num_microbatches, memory_limit)
     options = (_option(schedule, costs, memory_limit, (0,) * num_ranks, None) for schedule in found)
-    return tuple(sorted(options, key=_rank))
+    return Options(sorted(options, key=_rank))
 
 
 def _rank(option: Option) -> tuple[bool, Time, Time]:
@@ -131,7 +146,24 @@ def table(options: Sequence[Option]) -> str:
 
     Peaks are in microbatches, rank by rank. Of more than 8 ranks, the first and the last four are shown.
     """
-    rows = [("schedule", "chunks", "span", "bubble rate", "memory", "peaks in microbatches, by rank", "")]
+    rows = _rows(options)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _tags() -> Iterator[str]:
+    return chain(["th"], repeat("td"))
+
+
+def _cells(row: Sequence[str], tag: str) -> Iterator[str]:
+    return (f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
+
+
+def _rows(options: Sequence[Option]) -> list[tuple[str, ...]]:
+    """Returns the titles of a table, and a row for each option."""
+    titles = ("schedule", "chunks", "span", "bubble rate", "memory", "peaks in microbatches, by rank", "")
+    rows: list[tuple[str, ...]] = [titles]
     for option in options:
         peaks = [f"{peak:.3g}" for peak in option.peak_microbatches]
         rows.append(
@@ -145,9 +177,7 @@ def table(options: Sequence[Option]) -> str:
                 f"does not fit: {option.problem}" if option.problem else "fits",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return rows
 
 
 def cut(costs: Costs, placement: Sequence[int]) -> Costs:

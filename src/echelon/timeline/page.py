@@ -1,0 +1,39 @@
+"""Page of one timeline, or of a planned one over a measured one: an HTML file that needs no network."""
+
+from __future__ import annotations
+
+from html import escape
+from string import Template
+
+from echelon.timeline.arrangement import lengths, planned_first
+from echelon.timeline.timeline import Timeline
+from echelon.timeline.widget.data import Data, panel_of
+from echelon.timeline.widget.markup import frame, resource, script, style, widget
+from echelon.timeline.words import title
+
+# Pixels of a notebook's cell around the rows: tools, titles, axes and legend.
+_AROUND, _PER_PANEL, _MOST_HEIGHT = 190, 110, 900
+
+
+def page(timeline: Timeline, against: Timeline | None = None, padding: str = "20px 24px") -> str:
+    """Returns a page with the timeline. Text of the timeline is escaped."""
+    timelines = planned_first(timeline, against)
+    data = Data(list(map(panel_of, timelines, lengths(timelines))))
+    values = {
+        "title": escape(" and ".join(dict.fromkeys(map(title, timelines)))),
+        "style": style(),
+        "script": script(),
+        "timeline": widget(data),
+        "padding": padding,
+    }
+    return Template(resource("page.html")).substitute(values)
+
+
+def notebook_cell(timeline: Timeline) -> str:
+    """Returns a timeline as the output of a notebook's cell."""
+    height = min(_MOST_HEIGHT, _AROUND + _PER_PANEL + 40 * sum(1 + len(lanes) for lanes in _lanes(timeline)))
+    return frame(page(timeline, padding="4px"), title(timeline), height)
+
+
+def _lanes(timeline: Timeline) -> tuple[tuple[object, ...], ...]:
+    return timeline.beside or ((),) * timeline.num_ranks
