@@ -1,8 +1,8 @@
 """Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.
 
 The names below are the public ones. Names that need torch are imported on first use: torch takes seconds to import, and
-neither `echelon --help` nor a pipeline schedule needs it. So are the modules `echelon.checkpoint`,
-`echelon.functional`, `echelon.pipeline`, `echelon.simulation` and `echelon.testing`.
+neither `echelon --help` nor a pipeline schedule needs it. So are the modules `echelon.amp`, `echelon.checkpoint`,
+`echelon.data`, `echelon.functional`, `echelon.logging`, `echelon.pipeline`, `echelon.simulation` and `echelon.testing`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from echelon.errors import (
 )
 
 if TYPE_CHECKING:
+    from echelon import amp as amp
     from echelon import checkpoint as checkpoint
+    from echelon import data as data
     from echelon import functional as functional
+    from echelon import logging as logging
     from echelon import pipeline as pipeline
     from echelon import simulation as simulation
     from echelon import testing as testing
@@ -77,7 +80,7 @@ _MODULES = {
     ),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
-_SUBMODULES = ("checkpoint", "functional", "pipeline", "simulation", "testing")
+_SUBMODULES = ("amp", "checkpoint", "data", "functional", "logging", "pipeline", "simulation", "testing")
 
 __all__ = [
     "DDP",

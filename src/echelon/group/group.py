@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, SupportsIndex
+from typing import NoReturn, SupportsIndex, TextIO
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
       gather_coalesced
     - on JSON-like objects: all_gather_object, broadcast_object, gather_object, scatter_object
     - point to point: send, recv, recv_any, sendrecv; isend, irecv, irecv_any, batch_isend_irecv
+    - `print`, on one rank
 
     All collectives raise CollectiveMismatch if ranks call different ones, PeerFailed if a rank has gone, Timeout,
     Closed after `close`, and UnsupportedOp for a tensor that the backend cannot move.
@@ -206,6 +208,31 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self.backend.abort(reason, origin)
         self._call_back()
         write_records(self.backend.flight_recorder, self.backend.rank)
+
+    def print(
+        self, *values: object, rank: int | None = 0, sep: str = " ", end: str = "\n", file: TextIO | None = None
+    ) -> None:
+        """Prints values once, on one rank. Other ranks return at once. Does not communicate.
+
+        Args:
+            values: as of Python's `print`.
+            rank: the rank that prints. None: all ranks, each line after its rank, as "rank 1: loss 0.5".
+            sep, end, file: as of Python's `print`.
+
+        Raises:
+            InvalidRank: `rank` is not a rank of this group.
+        """
+        if rank is not None:
+            self._check_rank(rank, "rank")
+            if rank != self.rank:
+                return
+        text = sep.join(map(str, values))
+        if rank is None:
+            text = "\n".join(f"rank {self.rank}: {line}" for line in text.split("\n"))
+        # In one write: a line and its end of two ranks that share a terminal would mix.
+        out = sys.stdout if file is None else file
+        out.write(text + end)
+        out.flush()
 
     def when_closed(self, callback: Callable[[], object]) -> None:
         """Registers a function that is called once, after this group has closed or aborted.
