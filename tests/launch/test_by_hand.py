@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 import pytest
+import torch.distributed as dist
 
 import echelon
 from echelon.launch.environment import REQUIRED
@@ -111,6 +112,23 @@ def test_init_twice_on_one_rank_ends_on_both():
     assert re.match("CollectiveMismatch: barrier, #1 .* but rank 1: it has closed its group", outcomes[0]), outcomes
     assert "rank 0" in outcomes[1]
     assert seconds < 10
+
+
+def start_after_torch(environ):
+    """Makes torch's group first, which listens on the master port of the environment."""
+    os.environ.update(environ)
+    dist.init_process_group("gloo")
+    try:
+        with echelon.init(timeout=20.0) as group:
+            return group.backend.name, group.all_gather_object(dist.get_rank())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_init_after_a_group_of_torch_has_its_ranks():
+    """It failed with "Address already in use"."""
+    outcomes, _ = run_by_hand(start_after_torch, {"RANK": "0"}, {"RANK": "1"})
+    assert outcomes == [("shm", [0, 1])] * 2
 
 
 SCRIPT = """

@@ -110,7 +110,8 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
 
     The launcher decides which ranks there are: `echelon run`, `echelon.spawn`, torchrun and other launchers that set
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, srun, mpirun, mpiexec, or `echelon.simulate`. Without a launcher the
-    world size is 1. At the end of the program the group is closed. If the program ends with an exception or with
+    world size is 1. If all ranks have called `torch.distributed.init_process_group`, the group has the same ranks, and
+    they find each other through torch's store. At the end of the program the group is closed. If the program ends with an exception or with
     `sys.exit` of an error status, this rank has failed: the other ranks get PeerFailed. A program that makes one group
     after another should close each; an open group keeps its memory and connections.
 
@@ -122,8 +123,7 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
     Args:
         backend: "shm" (shared memory between ranks of one host, TCP between hosts), "tcp", or "auto": shared memory
             if the system supports it. The environment variable ECHELON_BACKEND overrides "auto". With "gloo", "nccl",
-            "mpi" and "ucc" that c10d backend does the collectives; messages still go over TCP. If the program has
-            called `torch.distributed.init_process_group`, the group has the same ranks.
+            "mpi" and "ucc" that c10d backend does the collectives; messages still go over TCP.
         timeout: default timeout of the group's blocking calls, seconds.
         device: device of this rank's tensors: "auto", "cpu", "cuda" or "cuda:1". It becomes `group.device`, and torch's
             current GPU if it is one. "auto" is a GPU of its own if the backend takes GPU tensors, else "cpu".
@@ -156,8 +156,9 @@ def _open(backend: str, timeout: float, device: str) -> tuple[ProcessGroup, bool
         )
     launched, patience = environment.read(os.environ), min(timeout, CONNECT_TIMEOUT)
     place = choose_device(device, name, 0 if launched is None else launched.local_rank)
-    # With a c10d backend the ranks of torch's default process group count, if the program has made one.
-    attaches = name in ENGINES and dist.is_initialized()
+    # The ranks of torch's default process group count if the program has made one: it listens on the master port.
+    # torchrun's own store serves both.
+    attaches = dist.is_initialized() and (name in ENGINES or launched is None or not launched.elastic)
     tcp = connect_default_group(timeout, patience) if attaches else _connect(launched, timeout)
     # Before the first group exists, so that no two ranks choose algorithms by different tables.
     table = agreed_table(tcp, patience)
