@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import echelon
 from echelon.launch.environment import REQUIRED
+from echelon.launch.variables import ReservedPort
 from tests.helpers.forked_ranks import fork_and_collect
 from tests.helpers.worlds import free_address
 
@@ -127,7 +128,9 @@ def start_after_torch(environ):
 
 def test_init_after_a_group_of_torch_has_its_ranks():
     """It failed with "Address already in use"."""
-    outcomes, _ = run_by_hand(start_after_torch, {"RANK": "0"}, {"RANK": "1"})
+    with ReservedPort() as port:
+        environs = by_hand(port.address, [{"RANK": "0"}, {"RANK": "1"}])
+        outcomes = fork_and_collect([partial(start_after_torch, environ) for environ in environs])
     assert outcomes == [("shm", [0, 1])] * 2
 
 

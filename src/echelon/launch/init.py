@@ -111,9 +111,9 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
     The launcher decides which ranks there are: `echelon run`, `echelon.spawn`, torchrun and other launchers that set
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, srun, mpirun, mpiexec, or `echelon.simulate`. Without a launcher the
     world size is 1. If all ranks have called `torch.distributed.init_process_group`, the group has the same ranks, and
-    they find each other through torch's store. At the end of the program the group is closed. If the program ends with an exception or with
-    `sys.exit` of an error status, this rank has failed: the other ranks get PeerFailed. A program that makes one group
-    after another should close each; an open group keeps its memory and connections.
+    they find each other through torch's store. At the end of the program the group is closed. If the program ends with
+    an exception or with `sys.exit` of an error status, this rank has failed: the other ranks get PeerFailed. A program
+    that makes one group after another should close each; an open group keeps its memory and connections.
 
     The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. If it is not
     set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts, rank
