@@ -131,7 +131,7 @@ def test_init_after_a_group_of_torch_has_its_ranks():
     with ReservedPort() as port:
         environs = by_hand(port.address, [{"RANK": "0"}, {"RANK": "1"}])
         outcomes = fork_and_collect([partial(start_after_torch, environ) for environ in environs])
-    assert outcomes == [("shm", [0, 1])] * 2
+    assert outcomes == [["shm", [0, 1]]] * 2
 
 
 SCRIPT = """
