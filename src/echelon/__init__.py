@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from echelon import _torch_versions
+from echelon.arguments import no_attribute
 from echelon.errors import (
     AuthenticationError,
     CheckpointError,
@@ -135,7 +136,10 @@ def __getattr__(name: str) -> object:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")  # which makes it an attribute of this module
     if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Python probes a module for names such as __path__.
+        known = () if name.startswith("__") else (*__all__, *_SUBMODULES)
+        meant = {"Pipeline": "echelon.pipeline.Pipeline", "Store": "echelon.checkpoint.Store"}
+        raise no_attribute(f"module {__name__!r}", name, known, meant)
     _torch_versions.require()  # before a module fails on a name that this torch lacks
     value: object = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value  # cached: Python calls __getattr__ only for missing names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
@@ -78,6 +79,24 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 """typer's exception for a wrong command line. Its name differs between versions of typer, so it is found as a base."""
 
 
+_OF_OTHER_LAUNCHERS = dict.fromkeys(
+    ("--np", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node", "--ranks", "--num-processes", "--world-size"),
+    "-n",
+)
+
+
+def _unknown_option(error: Any) -> str:
+    """Returns an error text for an unknown option, with the nearest known one. Empty for other errors."""
+    # By the attribute: like its base, the exception has another module in each version of typer.
+    name = getattr(error, "option_name", "")
+    if not name or error.ctx is None:
+        return ""
+    known = [option for each in error.ctx.command.params for option in each.opts if option.startswith("-")]
+    other = _OF_OTHER_LAUNCHERS.get(name, "")
+    near = [other] if other in known else difflib.get_close_matches(name, known, n=1)
+    return f"No such option: {name}{f': did you mean {near[0]}?' if near else ''}"
+
+
 def run_app(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit status. Errors of the user become one line on stderr."""
     # standalone_mode=False: typer would print errors in several lines and end the process itself.
@@ -93,7 +112,7 @@ def run_app(arguments: Sequence[str]) -> int:
         # 2 for a wrong argument, as typer's own errors; 1 for a failure of the run.
         return 2 if isinstance(error, ValueError | FileError) else 1
     except _UsageError as error:
-        message = error.format_message().rstrip(".")
+        message = _unknown_option(error) or error.format_message().rstrip(".")
         of_command = "echelon" if error.ctx is None else error.ctx.command_path
         print(f"echelon: {message}: see `{of_command}{' all-reduce' * of_collective} --help`", file=sys.stderr)
         return 2

@@ -11,13 +11,13 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, SupportsIndex, TextIO
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex, TextIO
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.arguments import check_seconds, named
+from echelon.arguments import check_seconds, named, no_attribute
 from echelon.backends.base import Backend
 from echelon.collectives.calls.objects import JsonLike
 from echelon.collectives.plans.algorithms import numbered
@@ -43,6 +43,11 @@ from echelon.operation_records import write_records
 __all__ = ["JsonLike", "ProcessGroup", "check_group"]
 
 _WORLD_CONTEXT = 1
+_MEANT = {
+    **{"size": "world_size", "Get_size": "world_size", "get_rank": "rank", "Get_rank": "rank"},
+    **{"bcast": "broadcast", "local_rank": " it is in the environment, as LOCAL_RANK, and chooses group.device"},
+}
+"""Names that torch and mpi4py give to attributes of a group."""
 
 
 class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointToPoint):
@@ -243,6 +248,11 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         if not callable(callback):
             raise InvalidArgument(f"callback is {named(callback)}: give a function without arguments")
         self._callbacks.append(callback)
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("a ProcessGroup", name, dir(type(self)) if name[:2] != "__" else (), _MEANT)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UnsupportedOp(

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from typing import Never
 
 import torch
 import torch.distributed as dist
@@ -105,7 +106,9 @@ def current_group() -> ProcessGroup | None:
     return provided if provided is not None else next((group for one in _opened if (group := one())), None)
 
 
-def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = "auto") -> ProcessGroup:
+def init(
+    backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = "auto", **of_torch: Never
+) -> ProcessGroup:
     """Returns the group of all ranks of this job. Blocks until all ranks are connected.
 
     The launcher decides which ranks there are: `echelon run`, `echelon.spawn`, torchrun and other launchers that set
@@ -127,6 +130,7 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
         timeout: default timeout of the group's blocking calls, seconds.
         device: device of this rank's tensors: "auto", "cpu", "cuda" or "cuda:1". It becomes `group.device`, and torch's
             current GPU if it is one. "auto" is a GPU of its own if the backend takes GPU tensors, else "cpu".
+        of_torch: arguments of `torch.distributed.init_process_group` alone. They are refused.
 
     Raises:
         LaunchError: the environment or the arguments are invalid. Three subclasses: InvalidRank, InvalidWorldSize, and
@@ -135,6 +139,11 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
         AuthenticationError: a rank has another secret.
     """
     with reported_start():
+        for name in of_torch:
+            raise LaunchError(
+                f"{name} is no argument here: ranks and addresses come from the launcher, such as echelon run -n 2 "
+                "script.py"
+            )
         timeout = check_default_timeout(timeout, LaunchError)
         provided = _provided.get()
         if provided is not None:
@@ -193,6 +202,7 @@ def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ..
 
 
 def _accept(provided: ProcessGroup, backend: str) -> ProcessGroup:
+    environment.read_backend({}, backend)  # a name that no backend has
     if backend not in ("auto", provided.backend.name):
         raise LaunchError(
             f"backend={backend!r}: this rank was started with {provided.backend.name!r}: use 'auto' to accept any"
