@@ -14,6 +14,7 @@ from echelon._torch_versions import UnsupportedTorch
 from echelon.cli import checkpoint
 from echelon.cli.bench import bench, tune
 from echelon.cli.doctor import doctor
+from echelon.cli.env import env
 from echelon.cli.foresee import foresee
 from echelon.cli.options import command
 from echelon.cli.plan import plan
@@ -23,17 +24,19 @@ from echelon.cli.simulate import simulate
 from echelon.errors import EchelonError, FileError
 
 _SETTINGS: dict[str, Any] = {
-    "add_completion": False,
     "pretty_exceptions_enable": False,
     "rich_markup_mode": None,  # brackets in a help text are brackets
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
+_STATUSES = """Exit status: 0 if all went well. 1 if a run, a check or a forecast failed. 2 if the command line is
+wrong. 130 after Ctrl-C. `run` ends with the status of the first rank that failed, 128 + n if signal n ended it."""
 app = typer.Typer(
     name="echelon",
     help="Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.",
+    epilog=_STATUSES,
     **_SETTINGS,
 )
-collectives = typer.Typer(**_SETTINGS)
+collectives = typer.Typer(add_completion=False, **_SETTINGS)
 """`echelon plan` of a collective. A separate app, since its options differ from those of a pipeline schedule."""
 # Options after SCRIPT belong to the script, so these commands stop parsing there.
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
@@ -51,8 +54,9 @@ app.command("plan")(command(plan))
 app.command("bench", short_help="Measures the speed of a collective.")(command(bench))
 app.command("tune", short_help="Finds the fastest algorithms for this system.")(command(tune))
 app.command("doctor", short_help="Checks this host for problems.")(doctor)
+app.command("env", short_help="Prints versions and host for a bug report.")(env)
 collectives.command()(command(plan_collective))
-checkpoints = typer.Typer(**_SETTINGS)
+checkpoints = typer.Typer(add_completion=False, **_SETTINGS)
 app.add_typer(checkpoints, name="checkpoint", help="Lists, checks and converts the checkpoints of a folder.")
 checkpoints.command("ls")(checkpoint.ls)
 checkpoints.command("verify")(checkpoint.verify)
