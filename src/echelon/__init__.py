@@ -1,8 +1,8 @@
 """Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.
 
 The names below are the public ones. Names that need torch are imported on first use: torch takes seconds to import, and
-neither `echelon --help` nor a pipeline schedule needs it. So are the modules `echelon.checkpoint`,
-`echelon.functional`, `echelon.pipeline`, `echelon.simulation` and `echelon.testing`.
+neither `echelon --help` nor a pipeline schedule needs it. So are the modules `echelon.amp`, `echelon.checkpoint`,
+`echelon.data`, `echelon.functional`, `echelon.logging`, `echelon.pipeline`, `echelon.simulation` and `echelon.testing`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from echelon import _torch_versions
+from echelon.arguments import no_attribute
 from echelon.errors import (
     AuthenticationError,
     CheckpointError,
@@ -37,8 +38,11 @@ from echelon.errors import (
 )
 
 if TYPE_CHECKING:
+    from echelon import amp as amp
     from echelon import checkpoint as checkpoint
+    from echelon import data as data
     from echelon import functional as functional
+    from echelon import logging as logging
     from echelon import pipeline as pipeline
     from echelon import simulation as simulation
     from echelon import testing as testing
@@ -77,7 +81,7 @@ _MODULES = {
     ),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
-_SUBMODULES = ("checkpoint", "functional", "pipeline", "simulation", "testing")
+_SUBMODULES = ("amp", "checkpoint", "data", "functional", "logging", "pipeline", "simulation", "testing")
 
 __all__ = [
     "DDP",
@@ -132,7 +136,10 @@ def __getattr__(name: str) -> object:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")  # which makes it an attribute of this module
     if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Python probes a module for names such as __path__.
+        known = () if name.startswith("__") else (*__all__, *_SUBMODULES)
+        meant = {"Pipeline": "echelon.pipeline.Pipeline", "Store": "echelon.checkpoint.Store"}
+        raise no_attribute(f"module {__name__!r}", name, known, meant)
     _torch_versions.require()  # before a module fails on a name that this torch lacks
     value: object = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value  # cached: Python calls __getattr__ only for missing names

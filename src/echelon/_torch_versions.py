@@ -72,6 +72,7 @@ PRIVATE_NAMES = (
     "torch.ops.aten.add.Tensor._schema.returns",
     "torch.optim.optimizer._foreach_supported_types",
     "torch.optim.optimizer._get_foreach_kernels_supported_devices",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
     "torch.utils._foreach_utils._get_foreach_kernels_supported_devices",
     "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
     "torch.utils._python_dispatch._disable_current_modes",

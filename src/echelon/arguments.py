@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 
@@ -99,6 +99,23 @@ def choices(name: object, names: Iterable[str], otherwise: str = "use one of") -
     near = difflib.get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []
     listed = ", ".join(by_lower.values())
     return f"did you mean {by_lower[near[0]]}? There are {listed}" if near else f"{otherwise} {listed}"
+
+
+def no_attribute(owner: str, name: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> AttributeError:
+    """Returns the error for an attribute that an object lacks, with the nearest one it has.
+
+    Args:
+        owner: the object, such as "module 'echelon'".
+        name: the missing attribute.
+        known: attributes that it has.
+        meant: attributes by names that other libraries give them, and texts that begin with a space as advice.
+    """
+    by_lower = {each.lower(): each for each in known if not each.startswith("_")}
+    near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)]
+    other = (meant or {}).get(name, "")
+    advice = other.strip() if other.startswith(" ") else f"did you mean {other or near[0]}?" if other or near else ""
+    text = f"{owner} has no attribute {name!r}{': ' if advice else ''}{advice}"
+    return AttributeError(text)
 
 
 def check_path(path: object) -> str:

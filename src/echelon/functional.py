@@ -433,7 +433,8 @@ def _copy(tensor: Tensor) -> Tensor:
 def _check(tensor: object, group: object, what: str) -> None:
     check_group(group)
     if not isinstance(tensor, Tensor):
-        raise UnsupportedOp(f"functional.{what} takes a tensor, not {type(tensor).__name__}")
+        kind = type(tensor).__name__
+        raise UnsupportedOp(f"functional.{what} takes a tensor, not {kind}: pass one, as torch.tensor(x)")
     check_mode(f"functional.{what}")
 
 

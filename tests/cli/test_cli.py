@@ -43,9 +43,9 @@ def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_the_commands(capsys, arguments):
-    commands = printed(capsys, *arguments).partition("Commands:")[2].split("\n")
+    commands = printed(capsys, *arguments).partition("Commands:")[2].partition("Exit status")[0].split("\n")
     assert [line.split()[0] for line in commands if line.strip()] == [
-        *("run", "simulate", "foresee", "plan", "bench", "tune", "doctor", "checkpoint")
+        *("run", "simulate", "foresee", "plan", "bench", "tune", "doctor", "env", "checkpoint")
     ]
     assert not any(line.endswith("...") for line in commands), "a description is too long for its line"
 

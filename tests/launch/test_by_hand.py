@@ -11,9 +11,11 @@ import time
 from functools import partial
 
 import pytest
+import torch.distributed as dist
 
 import echelon
 from echelon.launch.environment import REQUIRED
+from echelon.launch.variables import ReservedPort
 from tests.helpers.forked_ranks import fork_and_collect
 from tests.helpers.worlds import free_address
 
@@ -111,6 +113,25 @@ def test_init_twice_on_one_rank_ends_on_both():
     assert re.match("CollectiveMismatch: barrier, #1 .* but rank 1: it has closed its group", outcomes[0]), outcomes
     assert "rank 0" in outcomes[1]
     assert seconds < 10
+
+
+def start_after_torch(environ):
+    """Makes torch's group first, which listens on the master port of the environment."""
+    os.environ.update(environ)
+    dist.init_process_group("gloo")
+    try:
+        with echelon.init(timeout=20.0) as group:
+            return group.backend.name, group.all_gather_object(dist.get_rank())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_init_after_a_group_of_torch_has_its_ranks():
+    """It failed with "Address already in use"."""
+    with ReservedPort() as port:
+        environs = by_hand(port.address, [{"RANK": "0"}, {"RANK": "1"}])
+        outcomes = fork_and_collect([partial(start_after_torch, environ) for environ in environs])
+    assert outcomes == [["shm", [0, 1]]] * 2
 
 
 SCRIPT = """

@@ -27,7 +27,7 @@ def run(tmp_path, leave, backend="shm"):
     script = tmp_path / "script.py"
     script.write_text(WAIT.replace("LEAVE", leave))
     return subprocess.run(
-        [sys.executable, "-m", "echelon", "run", "-n", "2", str(script)],
+        [sys.executable, "-m", "echelon", "run", "-q", "-n", "2", str(script)],
         capture_output=True,
         text=True,
         timeout=60,

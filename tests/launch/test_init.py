@@ -112,7 +112,7 @@ def test_what_makes_no_sense_is_an_error_of_one_line(alone, monkeypatch, environ
 
 @pytest.mark.slow
 def test_an_exception_reaches_the_peers_and_the_launcher(script):
-    status, _, err = finish(start("-m", "echelon", "run", "-n", "2", script, "raise"))
+    status, _, err = finish(start("-m", "echelon", "run", "-q", "-n", "2", script, "raise"))
     assert status == 1
     assert err.startswith("echelon: rank 1 raised KeyError: 'rank 1 has no key' (")
     assert "[1] Traceback (most recent call last):" in err
@@ -120,14 +120,14 @@ def test_an_exception_reaches_the_peers_and_the_launcher(script):
 
 
 def test_a_rank_that_dies_ends_the_job(script):
-    status, _, err = finish(start("-m", "echelon", "run", "-n", "2", script, "die"))
+    status, _, err = finish(start("-m", "echelon", "run", "-q", "-n", "2", script, "die"))
     assert status == 137
     assert err.startswith("echelon: rank 1 was killed by SIGKILL\n")
     assert "then rank 0 raised PeerFailed: rank 1 failed" in err
 
 
 def test_under_echelon_run_all_ranks_meet_and_what_was_sent_arrives_though_the_sender_has_ended(script):
-    status, lines, err = finish(start("-m", "echelon", "run", "-n", "2", script, "leave"))
+    status, lines, err = finish(start("-m", "echelon", "run", "-q", "-n", "2", script, "leave"))
     assert (status, err) == (0, "")
     assert lines == ["[0] 0 of 2: [3.0, 3.0, 3.0]", f"[0] {1 << 24}", "[1] 1 of 2: [3.0, 3.0, 3.0]"]
 
@@ -177,7 +177,7 @@ def test_under_torchrun_gloo_does_the_collectives(script):
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_a_job_over_gloo(script):
-    status, _, err = finish(start("-m", "echelon", "run", "-n", "2", script, "die", ECHELON_BACKEND="gloo"))
+    status, _, err = finish(start("-m", "echelon", "run", "-q", "-n", "2", script, "die", ECHELON_BACKEND="gloo"))
     assert status == 137
     assert err.startswith("echelon: rank 1 was killed by SIGKILL\n")
     assert "then rank 0 raised PeerFailed: rank 1 failed" in err

@@ -32,7 +32,7 @@ def script(tmp_path):
 
 
 def command(num_ranks, *arguments):
-    return [sys.executable, "-m", "echelon", "run", "-n", str(num_ranks), *arguments]
+    return [sys.executable, "-m", "echelon", "run", "-q", "-n", str(num_ranks), *arguments]
 
 
 def run(num_ranks, *arguments, **environ):

@@ -88,7 +88,7 @@ def hooks_after(group):
     pipe = pipeline_of(layers(group), group)
     stop = pipe._idle_optimizer._stop
     begun = stop.alive
-    train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), steps=2)
+    train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), steps=3)
     unused = pipeline_of(layers(group), group)
     stop_unused = unused._idle_optimizer._stop
     assert stop_unused.alive

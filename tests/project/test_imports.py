@@ -20,7 +20,7 @@ LAYERS = (
     ("mesh", "functional"),
     ("launch",),
     ("interop",),
-    ("data_parallel",),
+    ("amp", "data", "data_parallel", "logging"),
     ("pipeline",),
     ("checkpoint",),
     ("simulation", "testing"),

@@ -98,7 +98,7 @@ def check_values(tensor: object, what: str, *, takes_sparse: bool = False, takes
     ):
         return
     if not isinstance(tensor, Tensor):
-        raise UnsupportedOp(f"{what} takes a tensor, not {type(tensor).__name__}")
+        raise UnsupportedOp(f"{what} takes a tensor, not {type(tensor).__name__}: pass one, as torch.tensor(x)")
     if not has_values(tensor, takes_meta=takes_meta) and not (takes_sparse and _is_sparse(tensor)):
         raise UnsupportedOp(f"{what} takes a {_problem(tensor)}")
 

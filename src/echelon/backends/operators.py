@@ -102,7 +102,7 @@ def check_op(op: object) -> str:
     name = op if isinstance(op, str) else str(op).rpartition(".")[2] if isinstance(op, ReduceOp.RedOpType) else None
     if name in _TORCH_NAMES:
         return _TORCH_NAMES[name]
-    raise UnsupportedOp(f"op={op!r}: {choices(op, _OPERATORS)}")
+    raise UnsupportedOp(f"op={op!r}: {choices(op, [*_OPERATORS, 'avg'])}")
 
 
 @functools.lru_cache(256)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -111,7 +112,8 @@ def measure_and_print(
         subjects.append(peer(group))
     prints = group.rank == 0
     try:
-        head = f"{_head(group, request)}\n{table.titles([subject.name for subject in subjects])}\n"
+        about = textwrap.fill(_head(group, request), 80, subsequent_indent="#   ", break_long_words=False)
+        head = f"{about}\n{table.titles([subject.name for subject in subjects])}\n"
 
         def report(row: Row) -> None:
             nonlocal head

@@ -20,6 +20,7 @@ from echelon.checkpoint.optimizer import OptimizerState, check_optimizer, kind_o
 from echelon.checkpoint.param_groups import ParamGroup, merge
 from echelon.checkpoint.random_states import process_state, states_of
 from echelon.checkpoint.state import Json, Piece, Spec, State
+from echelon.data import DataLoader, DistributedSampler
 from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.run.pipeline import Pipeline
@@ -189,7 +190,9 @@ def _describe(objects: Objects, rank: int, world_size: int) -> _Part:
         part.own["generators"] = encode(states_of(objects.generators), "generators")
     if objects.loader is not None:
         check_stateful(objects.loader, "loader")
-        part.own["loader"] = encode(objects.loader.state_dict(), "loader")  # type: ignore[attr-defined]
+        # The state of our own is that of all ranks, so any number of ranks loads it. Of others this is unknown.
+        where = part.shared if isinstance(objects.loader, DataLoader | DistributedSampler) else part.own
+        where["loader"] = encode(objects.loader.state_dict(), "loader")  # type: ignore[attr-defined]
     part.own["random"] = encode(process_state(), "random")
     for prefix, each in models.items():
         _describe_model(part, prefix, each)
@@ -268,6 +271,11 @@ def _compare(part: _Part, told: Sequence[Mapping[str, Any]]) -> None:
                 )
     for name in part.shared:
         differing = [rank for rank, each in enumerate(told) if each["shared"][name] != told[0]["shared"][name]]
+        if differing and name == "loader":
+            raise InvalidArgument(
+                f"the loader is at another sample on rank {differing[0]} than on rank 0: save when all ranks have had "
+                "as many batches"
+            )
         if differing and name.startswith("extra/"):
             raise InvalidArgument(
                 f"{name} differs between ranks 0 and {differing[0]}: make it equal, or wrap it: PerRank(value)"

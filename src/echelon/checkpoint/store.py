@@ -79,7 +79,8 @@ class Store:
             optimizer: an optimizer of its parameters.
             scheduler, scaler: a learning rate scheduler and a GradScaler.
             generators: random generators of torch, numpy or `random`, alone or in a list or dict; by rank.
-            loader: a data loader or sampler with state_dict and load_state_dict; by data-parallel rank.
+            loader: a DataLoader or DistributedSampler of `echelon.data`, for any number of ranks; another one with
+                state_dict and load_state_dict, by data-parallel rank.
             extra: JSON-like values and tensors, equal on all ranks or wrapped in PerRank.
             wait: whether to return when the checkpoint is on disk. False: when its values are copied.
             others: further models, optimizers, and objects with state_dict and load_state_dict, by a name of yours.

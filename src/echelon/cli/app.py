@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
@@ -13,6 +14,7 @@ from echelon._torch_versions import UnsupportedTorch
 from echelon.cli import checkpoint
 from echelon.cli.bench import bench, tune
 from echelon.cli.doctor import doctor
+from echelon.cli.env import env
 from echelon.cli.foresee import foresee
 from echelon.cli.options import command
 from echelon.cli.plan import plan
@@ -22,17 +24,19 @@ from echelon.cli.simulate import simulate
 from echelon.errors import EchelonError, FileError
 
 _SETTINGS: dict[str, Any] = {
-    "add_completion": False,
     "pretty_exceptions_enable": False,
     "rich_markup_mode": None,  # brackets in a help text are brackets
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
+_STATUSES = """Exit status: 0 if all went well. 1 if a run, a check or a forecast failed. 2 if the command line is
+wrong. 130 after Ctrl-C. `run` ends with the status of the first rank that failed, 128 + n if signal n ended it."""
 app = typer.Typer(
     name="echelon",
     help="Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.",
+    epilog=_STATUSES,
     **_SETTINGS,
 )
-collectives = typer.Typer(**_SETTINGS)
+collectives = typer.Typer(add_completion=False, **_SETTINGS)
 """`echelon plan` of a collective. A separate app, since its options differ from those of a pipeline schedule."""
 # Options after SCRIPT belong to the script, so these commands stop parsing there.
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
@@ -50,8 +54,9 @@ app.command("plan")(command(plan))
 app.command("bench", short_help="Measures the speed of a collective.")(command(bench))
 app.command("tune", short_help="Finds the fastest algorithms for this system.")(command(tune))
 app.command("doctor", short_help="Checks this host for problems.")(doctor)
+app.command("env", short_help="Prints versions and host for a bug report.")(env)
 collectives.command()(command(plan_collective))
-checkpoints = typer.Typer(**_SETTINGS)
+checkpoints = typer.Typer(add_completion=False, **_SETTINGS)
 app.add_typer(checkpoints, name="checkpoint", help="Lists, checks and converts the checkpoints of a folder.")
 checkpoints.command("ls")(checkpoint.ls)
 checkpoints.command("verify")(checkpoint.verify)
@@ -78,6 +83,24 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 """typer's exception for a wrong command line. Its name differs between versions of typer, so it is found as a base."""
 
 
+_OF_OTHER_LAUNCHERS = dict.fromkeys(
+    ("--np", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node", "--ranks", "--num-processes", "--world-size"),
+    "-n",
+)
+
+
+def _unknown_option(error: Any) -> str:
+    """Returns an error text for an unknown option, with the nearest known one. Empty for other errors."""
+    # By the attribute: like its base, the exception has another module in each version of typer.
+    name = getattr(error, "option_name", "")
+    if not name or error.ctx is None:
+        return ""
+    known = [option for each in error.ctx.command.params for option in each.opts if option.startswith("-")]
+    other = _OF_OTHER_LAUNCHERS.get(name, "")
+    near = [other] if other in known else difflib.get_close_matches(name, known, n=1)
+    return f"No such option: {name}{f': did you mean {near[0]}?' if near else ''}"
+
+
 def run_app(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit status. Errors of the user become one line on stderr."""
     # standalone_mode=False: typer would print errors in several lines and end the process itself.
@@ -93,7 +116,7 @@ def run_app(arguments: Sequence[str]) -> int:
         # 2 for a wrong argument, as typer's own errors; 1 for a failure of the run.
         return 2 if isinstance(error, ValueError | FileError) else 1
     except _UsageError as error:
-        message = error.format_message().rstrip(".")
+        message = _unknown_option(error) or error.format_message().rstrip(".")
         of_command = "echelon" if error.ctx is None else error.ctx.command_path
         print(f"echelon: {message}: see `{of_command}{' all-reduce' * of_collective} --help`", file=sys.stderr)
         return 2

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
 
 import typer
 from rich.console import Console as RichConsole
@@ -13,7 +14,7 @@ from rich.console import Console as RichConsole
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
 from echelon.cli.options import Chrome, Json, Png, check_suffixes, value
-from echelon.cli.output import write_files
+from echelon.cli.output import AboveProgress, working, write_files
 from echelon.cli.run import console, no_ranks
 from echelon.errors import FileError, InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
@@ -135,7 +136,8 @@ def foresee(options: ForeseeOptions) -> int:
 
     program = Program(options.program, tuple(options.args or ()), is_module=options.module)
     try:
-        outcome = foresee_script(program, options.num_ranks, shown, **options.arguments())
+        with working(f"foreseeing {options.num_ranks} ranks"):
+            outcome = foresee_script(program, options.num_ranks, _above_progress(shown), **options.arguments())
     except KeyboardInterrupt:
         shown.say("ended by SIGINT")
         return 130
@@ -158,6 +160,14 @@ def foresee(options: ForeseeOptions) -> int:
     return 0 if seen.fits else 1
 
 
+def _above_progress(shown: Console) -> Console:
+    """Returns the same output for a program that runs while the progress is shown, if it is."""
+    if not sys.stderr.isatty():
+        return shown
+    out, err = (cast("BinaryIO", AboveProgress(each, shown.stderr)) for each in (shown.stdout, shown.stderr))
+    return replace(shown, stdout=out, stderr=err)
+
+
 def _calibrate(path: str, gpu: str) -> int:
     # Late: they import torch.
     import torch
@@ -168,7 +178,8 @@ def _calibrate(path: str, gpu: str) -> int:
     shown = console()
     shown.say("measuring this machine: leave it alone for a minute")
     is_gpu = gpu != "cpu" and torch.cuda.is_available()
-    device = calibrate_gpu() if is_gpu else calibrate()
+    with working("measuring"):
+        device = calibrate_gpu() if is_gpu else calibrate()
     write_files((path, lambda file: save(device, file)))
     measured = device.name if is_gpu else f"{device.cores} processors"
     shown.say(f"wrote {path}: {measured}; use it by --gpu {path}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from echelon.timeline.timeline import Time
@@ -19,13 +23,66 @@ def write(console: Console, text: Text | str = "", style: str = "") -> None:
 
 
 def print_table(console: Console, rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> None:
-    """Prints a table. The first row has the titles; columns are right-aligned unless their index is in `left`."""
+    """Prints a table. The first row has the titles; columns are right-aligned unless their index is in `left`.
+
+    On a terminal a table that is too wide is wrapped in its last column, if that is left-aligned. Otherwise its columns
+    move together.
+    """
     # rich's own table crops cells to the width of the terminal, and a script would miss them.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(widths) - 1
+    is_wide = console.is_terminal and sum(widths) + 2 * last > console.width
+    gap = " " if is_wide and last not in left else "  "
+    room = console.width - sum(widths[:-1]) - len(gap) * last
+    wraps = is_wide and last in left and room >= 10
     for index, cells in enumerate(rows):
-        pairs = enumerate(zip(cells, widths, strict=True))
-        line = "  ".join(cell.ljust(width) if n in left else cell.rjust(width) for n, (cell, width) in pairs)
-        write(console, line.rstrip(), style="" if index else "bold")
+        parts = textwrap.wrap(cells[-1], room) if wraps and cells[-1] else [cells[-1]]
+        before = [c.ljust(w) if n in left else c.rjust(w) for n, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        for part in parts:
+            text = part if last in left else part.rjust(widths[-1])
+            write(console, gap.join([*before[:-1], text]).rstrip(), style="" if index else "bold")
+            before = [" " * width for width in widths]
+
+
+@contextmanager
+def working(what: str, console: Console | None = None) -> Iterator[None]:
+    """Shows on a terminal, inside the with block, that work is under way and for how long. Nothing is shown elsewhere.
+
+    Args:
+        what: the work, such as "searching schedules".
+        console: rich's console. None: standard error.
+    """
+    shown = Console(stderr=True) if console is None else console
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(
+        *columns,
+        console=shown,
+        transient=True,
+        disable=not shown.is_terminal,
+        redirect_stdout=False,  # a program that runs meanwhile finds its own streams
+        redirect_stderr=False,
+    ) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+class AboveProgress(io.BufferedIOBase):
+    """Stream of whole lines that are written while `working` shows its line: they appear above it."""
+
+    def __init__(self, target: BinaryIO, terminal: BinaryIO) -> None:
+        """Writes to `target`. `terminal` shows the line of `working`."""
+        self._target = target
+        self._terminal = terminal
+
+    def write(self, data: Any, /) -> int:
+        """Removes the line of `working`, which draws it again below, and writes the data."""
+        self._terminal.write(b"\r\x1b[2K")
+        self._terminal.flush()
+        return self._target.write(data)
+
+    def flush(self) -> None:
+        """Writes buffered data."""
+        self._target.flush()
 
 
 def to_json(values: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from echelon.arguments import choices
 from echelon.cli.options import Chrome, Json, Png, Svg, amount, check_suffixes, given, one_number, value
-from echelon.cli.output import to_json, write, write_files
+from echelon.cli.output import to_json, working, write, write_files
 from echelon.cli.plan_report import as_values, in_words, print_comparison, print_plan, values_compared, values_searched
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
 from echelon.errors import ScheduleError
@@ -189,15 +189,16 @@ def plan(options: PlanOptions) -> None:
 
 def _compare(options: PlanOptions) -> None:
     num_ranks, num_microbatches = options.sizes
-    found = recommend(
-        options.costs,
-        num_ranks,
-        num_microbatches,
-        options.limit,
-        search=options.search,
-        **given(options, ("parameters",), amount),
-        **given(options, ("capacity",), one_number),
-    )
+    with working("searching and comparing schedules" if options.search else "comparing schedules"):
+        found = recommend(
+            options.costs,
+            num_ranks,
+            num_microbatches,
+            options.limit,
+            search=options.search,
+            **given(options, ("parameters",), amount),
+            **given(options, ("capacity",), one_number),
+        )
     compared = list(map(values_compared, found))
     if options.as_json:
         print(to_json({"num_ranks": num_ranks, "num_microbatches": num_microbatches, "schedules": compared}))
@@ -226,9 +227,11 @@ def _make(options: PlanOptions) -> _Made:
     if options.search:
         # With --chunks, or costs for another number of stages, only one number of chunks fits.
         if options.chunks is None and costs.num_stages in (None, options.num_ranks):
-            searched = search_chunks(costs, *options.sizes, limit)
+            with working("searching schedules with 1 and 2 chunks"):
+                searched = search_chunks(costs, *options.sizes, limit)
             return _Made(searched[0].schedule, searched[0].costs, searched)
-        return _Made(schedules.search(costs, *options.sizes, limit, options.chunks), costs)
+        with working("searching schedules"):
+            return _Made(schedules.search(costs, *options.sizes, limit, options.chunks), costs)
     assert options.schedule is not None, "checked"
     if not options.is_file:
         return _Made(schedules.build(options.schedule, *options.sizes, options.chunks, options.group_size), costs)

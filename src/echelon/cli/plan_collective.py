@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
@@ -156,7 +157,8 @@ def _print_plan(console: Console, plan: Plan, num_bytes: int, values: dict[str, 
     write(console, f"{plan.name}: {', '.join(starmap(counted, sizes))}", style="bold")
     write(console, f"simulated: {counted(plan.num_rounds, 'round')}, {_duration(values['seconds'])}\n")
     if plan.num_rounds:
-        write(console, f"{grid(plan, console.width)}\n\n{legend(plan)}\n")
+        signs = textwrap.fill(legend(plan), console.width) if console.is_terminal else legend(plan)
+        write(console, f"{grid(plan, console.width)}\n\n{signs}\n")
     rows: list[Sequence[str]] = [("rank", "messages", "bytes sent", "busy", "idle")]
     for rank in values["ranks"][:_MOST_ROWS]:
         times = (_duration(rank["busy"]), _duration(values["seconds"] - rank["busy"]))

@@ -23,17 +23,22 @@ def run(
     ] = None,
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Do not say what is started.")] = False,
     grace: Annotated[float, typer.Option(help="Seconds for other ranks to report after the first failure.")] = GRACE,
 ) -> int:
     """Runs a script on several ranks of this host.
 
-    Marks each line of output with its rank. When a rank fails, the others are ended, and the exit status is that of
-    the first failed rank. Options go before SCRIPT; words after it are passed to the script.
+    Says on stderr what is started, and at the end what failed first. Marks each line of output with its rank. When a
+    rank fails, the others are ended, and the exit status is that of the first failed rank. Options go before SCRIPT;
+    words after it are passed to the script.
     """
     # Not typer's own error, which would not show the -n that stands after the script.
     if num_ranks is None:
         raise LaunchError(no_ranks("run", program, args or []))
-    return run_program(Program(program, tuple(args or ()), is_module=module), num_ranks, console(), os.environ, grace)
+    shown = console()
+    return run_program(
+        Program(program, tuple(args or ()), is_module=module), num_ranks, shown, os.environ, grace, tells=not quiet
+    )
 
 
 def console() -> Console:

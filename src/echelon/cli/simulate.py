@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console as RichConsole
+from rich.progress import Progress
 
 from echelon.cli import fault_text
 from echelon.cli.options import Chrome, Png, check_suffixes, value
@@ -156,16 +158,21 @@ def _explore(options: SimulateOptions, arguments: dict[str, Any], shown: Console
     from echelon.simulation.script.output import Kept
 
     count = options.explore or 0
-    for seed in range(options.seed, options.seed + count):
-        # A thousand runs print a thousand times the same: only the failing one is shown.
-        kept = Kept(shown)
-        outcome = _outcome(options, arguments, seed, kept.console)
-        if outcome.failure is not None:
-            kept.release()
-            _tell(outcome.failure, shown)
-            passed = seed - options.seed
-            shown.say(f"seed {seed} fails, after {passed} that passed; to replay it: {options.replay(seed)}")
-            return outcome.failure.status
+    # Output of the seeds is kept, so nothing else is written to a terminal that shows the progress.
+    terminal = RichConsole(stderr=True)
+    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+        for seed in progress.track(range(options.seed, options.seed + count), count, description="exploring"):
+            # A thousand runs print a thousand times the same: only the failing one is shown.
+            kept = Kept(shown)
+            failure = _outcome(options, arguments, seed, kept.console).failure
+            if failure is not None:
+                break
+    if failure is not None:
+        kept.release()
+        _tell(failure, shown)
+        passed = seed - options.seed
+        shown.say(f"seed {seed} fails, after {passed} that passed; to replay it: {options.replay(seed)}")
+        return failure.status
     shown.say(f"{counted(options.num_ranks or 0, 'rank')}, {counted(count, 'seed')} passed, from {options.seed} on")
     return 0
 

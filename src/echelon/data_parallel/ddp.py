@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Never, get_args
 
 import torch
 
@@ -119,6 +119,7 @@ class DistributedDataParallel(ModuleProxy):
         buffers: Buffers = "broadcast",
         average: Average = "ranks",
         hook: GradientHook | None = None,
+        **of_torch: Never,
     ) -> None:
         """Copies the parameters and buffers of rank 0 to all ranks, in place. Blocks until it is done.
 
@@ -133,6 +134,7 @@ class DistributedDataParallel(ModuleProxy):
             average: weights of the ranks in the mean. "ranks": equal. "samples": the number of samples, which is the
                 number of rows of forward's first tensor, added up over the forwards since the last reduction.
             hook: how a bucket is reduced: to send less, or less often. None: an all_reduce.
+            of_torch: arguments of torch's wrapper alone. They are refused, each with the reason.
 
         Raises:
             CollectiveMismatch: on every rank, if names, shapes or dtypes of the model or the options differ.
@@ -142,6 +144,7 @@ class DistributedDataParallel(ModuleProxy):
                 failed; or no parameter requires a gradient.
         """
         super().__init__()
+        _refuse(of_torch)
         check_group(group)
         check_module(module)
         _check_choice("buffers", buffers, get_args(Buffers))
@@ -244,6 +247,25 @@ class Unwrapped(NamedTuple):
 def unwrap(wrapper: DistributedDataParallel) -> Unwrapped:
     """Returns the parts of a wrapper. Not a method: it would hide an attribute of the module of this name."""
     return Unwrapped(wrapper.module, wrapper._group, wrapper._sync.hook, wrapper._sync.reducer)
+
+
+_OF_TORCH = {
+    "device_ids": "put the model on its device first: model.to(group.device)",
+    "output_device": "outputs stay where the model makes them: leave it out",
+    "find_unused_parameters": "unused parameters are found at no cost: leave it out",
+    "static_graph": "the graph may change: leave it out",
+    "gradient_as_bucket_view": "gradients always are views of their buckets: leave it out",
+    "broadcast_buffers": "buffers='broadcast' or 'local' says that",
+    "process_group": "pass the group as the second argument",
+    "bucket_cap_mb": "it is called bucket_mb here",
+    "init_sync": "parameters are always copied from rank 0: leave it out",
+}
+
+
+def _refuse(arguments: Mapping[str, object]) -> None:
+    for name in arguments:
+        own = ("bucket_mb", "buffers", "average", "hook")
+        raise InvalidArgument(f"{name} is no argument here: {_OF_TORCH.get(name) or choices(name, own)}")
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

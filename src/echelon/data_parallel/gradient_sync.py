@@ -25,6 +25,7 @@ from echelon._torch_private.autograd import at_end_of_backward, hooks_after_grad
 from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_same_model, synchronize_buffers
 from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.join import Joining, Next, first_active
+from echelon.data_parallel.missing_zero_grad import MissingZeroGrad
 from echelon.data_parallel.reducer import Average, GradientReducer, can_overlap
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
@@ -103,6 +104,7 @@ class GradientSync:
         self._bucket_mb = bucket_mb
         self._options = options
         self._overlaps = True
+        self.missing_zero_grad = MissingZeroGrad(group.rank)
         self._is_armed = False
         self._is_prepared = False
         self._watched: ParamSnapshot | None = None
@@ -167,6 +169,12 @@ class GradientSync:
         counts = self.reducer.counts
         counts.num_samples += num_samples
         counts.num_forwards += self.is_on
+
+    def on_output_gradient(self) -> None:
+        """A gradient has reached the module's output. Called before any gradient of a parameter."""
+        if not self._is_armed:
+            self.missing_zero_grad.on_backward(self.module.parameters())
+        self.on_backward()
 
     def on_backward(self) -> None:
         """A backward pass has begun. Called inside that pass, many times."""
@@ -267,6 +275,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     told = {id(sync): sync for hook in hooks if isinstance(hook, _GradientHook) and (sync := hook.sync())}
     for sync in told.values():
         sync.reducer.counts.num_called_steps += 1
+        sync.missing_zero_grad.on_step()
 
 
 def _count_compiled_step(optimizer: torch.optim.Optimizer) -> None:
@@ -341,7 +350,7 @@ class _Forward:
     def on_gradient(self, _: Tensor) -> None:
         self.count()
         if sync := self._sync():
-            sync.on_backward()
+            sync.on_output_gradient()
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex, TextIO
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.arguments import check_seconds, named
+from echelon.arguments import check_seconds, named, no_attribute
 from echelon.backends.base import Backend
 from echelon.collectives.calls.objects import JsonLike
 from echelon.collectives.plans.algorithms import numbered
@@ -42,6 +43,11 @@ from echelon.operation_records import write_records
 __all__ = ["JsonLike", "ProcessGroup", "check_group"]
 
 _WORLD_CONTEXT = 1
+_MEANT = {
+    **{"size": "world_size", "Get_size": "world_size", "get_rank": "rank", "Get_rank": "rank"},
+    **{"bcast": "broadcast", "local_rank": " it is in the environment, as LOCAL_RANK, and chooses group.device"},
+}
+"""Names that torch and mpi4py give to attributes of a group."""
 
 
 class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointToPoint):
@@ -56,6 +62,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
       gather_coalesced
     - on JSON-like objects: all_gather_object, broadcast_object, gather_object, scatter_object
     - point to point: send, recv, recv_any, sendrecv; isend, irecv, irecv_any, batch_isend_irecv
+    - `print`, on one rank
 
     All collectives raise CollectiveMismatch if ranks call different ones, PeerFailed if a rank has gone, Timeout,
     Closed after `close`, and UnsupportedOp for a tensor that the backend cannot move.
@@ -207,6 +214,31 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._call_back()
         write_records(self.backend.flight_recorder, self.backend.rank)
 
+    def print(
+        self, *values: object, rank: int | None = 0, sep: str = " ", end: str = "\n", file: TextIO | None = None
+    ) -> None:
+        """Prints values once, on one rank. Other ranks return at once. Does not communicate.
+
+        Args:
+            values: as of Python's `print`.
+            rank: the rank that prints. None: all ranks, each line after its rank, as "rank 1: loss 0.5".
+            sep, end, file: as of Python's `print`.
+
+        Raises:
+            InvalidRank: `rank` is not a rank of this group.
+        """
+        if rank is not None:
+            self._check_rank(rank, "rank")
+            if rank != self.rank:
+                return
+        text = sep.join(map(str, values))
+        if rank is None:
+            text = "\n".join(f"rank {self.rank}: {line}" for line in text.split("\n"))
+        # In one write: a line and its end of two ranks that share a terminal would mix.
+        out = sys.stdout if file is None else file
+        out.write(text + end)
+        out.flush()
+
     def when_closed(self, callback: Callable[[], object]) -> None:
         """Registers a function that is called once, after this group has closed or aborted.
 
@@ -216,6 +248,11 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         if not callable(callback):
             raise InvalidArgument(f"callback is {named(callback)}: give a function without arguments")
         self._callbacks.append(callback)
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("a ProcessGroup", name, dir(type(self)) if name[:2] != "__" else (), _MEANT)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UnsupportedOp(

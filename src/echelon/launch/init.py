@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from typing import Never
 
 import torch
 import torch.distributed as dist
@@ -105,14 +106,17 @@ def current_group() -> ProcessGroup | None:
     return provided if provided is not None else next((group for one in _opened if (group := one())), None)
 
 
-def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = "auto") -> ProcessGroup:
+def init(
+    backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = "auto", **of_torch: Never
+) -> ProcessGroup:
     """Returns the group of all ranks of this job. Blocks until all ranks are connected.
 
     The launcher decides which ranks there are: `echelon run`, `echelon.spawn`, torchrun and other launchers that set
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, srun, mpirun, mpiexec, or `echelon.simulate`. Without a launcher the
-    world size is 1. At the end of the program the group is closed. If the program ends with an exception or with
-    `sys.exit` of an error status, this rank has failed: the other ranks get PeerFailed. A program that makes one group
-    after another should close each; an open group keeps its memory and connections.
+    world size is 1. If all ranks have called `torch.distributed.init_process_group`, the group has the same ranks, and
+    they find each other through torch's store. At the end of the program the group is closed. If the program ends with
+    an exception or with `sys.exit` of an error status, this rank has failed: the other ranks get PeerFailed. A program
+    that makes one group after another should close each; an open group keeps its memory and connections.
 
     The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. If it is not
     set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts, rank
@@ -122,11 +126,11 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
     Args:
         backend: "shm" (shared memory between ranks of one host, TCP between hosts), "tcp", or "auto": shared memory
             if the system supports it. The environment variable ECHELON_BACKEND overrides "auto". With "gloo", "nccl",
-            "mpi" and "ucc" that c10d backend does the collectives; messages still go over TCP. If the program has
-            called `torch.distributed.init_process_group`, the group has the same ranks.
+            "mpi" and "ucc" that c10d backend does the collectives; messages still go over TCP.
         timeout: default timeout of the group's blocking calls, seconds.
         device: device of this rank's tensors: "auto", "cpu", "cuda" or "cuda:1". It becomes `group.device`, and torch's
             current GPU if it is one. "auto" is a GPU of its own if the backend takes GPU tensors, else "cpu".
+        of_torch: arguments of `torch.distributed.init_process_group` alone. They are refused.
 
     Raises:
         LaunchError: the environment or the arguments are invalid. Three subclasses: InvalidRank, InvalidWorldSize, and
@@ -135,6 +139,11 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
         AuthenticationError: a rank has another secret.
     """
     with reported_start():
+        for name in of_torch:
+            raise LaunchError(
+                f"{name} is no argument here: ranks and addresses come from the launcher, such as echelon run -n 2 "
+                "script.py"
+            )
         timeout = check_default_timeout(timeout, LaunchError)
         provided = _provided.get()
         if provided is not None:
@@ -156,8 +165,9 @@ def _open(backend: str, timeout: float, device: str) -> tuple[ProcessGroup, bool
         )
     launched, patience = environment.read(os.environ), min(timeout, CONNECT_TIMEOUT)
     place = choose_device(device, name, 0 if launched is None else launched.local_rank)
-    # With a c10d backend the ranks of torch's default process group count, if the program has made one.
-    attaches = name in ENGINES and dist.is_initialized()
+    # The ranks of torch's default process group count if the program has made one: it listens on the master port.
+    # torchrun's own store serves both.
+    attaches = dist.is_initialized() and (name in ENGINES or launched is None or not launched.elastic)
     tcp = connect_default_group(timeout, patience) if attaches else _connect(launched, timeout)
     # Before the first group exists, so that no two ranks choose algorithms by different tables.
     table = agreed_table(tcp, patience)
@@ -192,6 +202,7 @@ def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ..
 
 
 def _accept(provided: ProcessGroup, backend: str) -> ProcessGroup:
+    environment.read_backend({}, backend)  # a name that no backend has
     if backend not in ("auto", provided.backend.name):
         raise LaunchError(
             f"backend={backend!r}: this rank was started with {provided.backend.name!r}: use 'auto' to accept any"

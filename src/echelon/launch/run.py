@@ -32,7 +32,7 @@ from echelon.launch import report
 from echelon.launch.environment import without_launcher
 from echelon.launch.report import ERROR_FILE, GRACE, RankFailure, describe_exit, exit_status, first_cause
 from echelon.launch.variables import ReservedPort, threads_per_rank
-from echelon.wording import listed
+from echelon.wording import counted, listed
 
 MAX_RANKS = 1024
 """Most ranks on one host. A larger number is taken for a typing error."""
@@ -58,7 +58,15 @@ class Program:
             raise LaunchError(f"script {self.name!r} does not exist in {os.getcwd()}: check its path")
 
 
-def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str, str], grace: float = GRACE) -> int:
+def run(
+    program: Program,
+    num_ranks: int,
+    console: Console,
+    environ: Mapping[str, str],
+    grace: float = GRACE,
+    *,
+    tells: bool = False,
+) -> int:
     """Runs `program` as `num_ranks` ranks on this host, blocks until all have ended, and returns the exit status.
 
     Call it from the main thread: it takes over SIGINT, SIGTERM and SIGHUP while it runs.
@@ -69,6 +77,7 @@ def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str
         console: destination of the output.
         environ: environment of the ranks, without their ranks and rendezvous.
         grace: seconds that the other ranks get to report after the first failure.
+        tells: whether to write a line that says what is started.
 
     Returns:
         0, or the status of the first rank that failed, or 128 + the number of the signal that ended that rank or the
@@ -88,8 +97,19 @@ def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str
         environs = rank_environs(num_ranks, port, environ)
         for rank, each in enumerate(environs):
             each[ERROR_FILE] = os.path.join(folder, f"rank{rank}.json")
+        if tells:
+            console.say(_started(program, environs))
         with Launcher(console, grace) as launcher:
             return launcher.run(program.command(), environs)
+
+
+def _started(program: Program, environs: Sequence[Mapping[str, str]]) -> str:
+    """Returns a line on a job: ranks, threads, backend and program."""
+    threads = environs[0]["OMP_NUM_THREADS"]
+    # The program may choose another one by init(backend=).
+    backend = environs[0].get("ECHELON_BACKEND") or "auto"
+    per_rank = f"{threads} thread{'' if threads == '1' else 's'} each"
+    return f"starting {counted(len(environs), 'rank')} of {program.name}, {per_rank}, backend {backend}"
 
 
 def rank_environs(num_ranks: int, port: ReservedPort, environ: Mapping[str, str]) -> list[dict[str, str]]:
@@ -311,7 +331,8 @@ class FailureLog:
             after.append(f"{listed(silent)} went on for {grace:g} s and {'was' if len(silent) == 1 else 'were'} ended")
         for line in after:
             self._console.say(f"then {line}")
-        if after:
+        # Last, where one looks: below the traceback, and the failures that it led to.
+        if after or cause.traceback:
             self._console.say(f"root cause: {cause}")
         return cause.status
 

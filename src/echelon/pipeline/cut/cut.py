@@ -203,8 +203,8 @@ def _of_sequential(model: nn.Sequential, num_stages: int, at: Sequence[str] | No
     names = [name for name, _ in layers]
     if len(names) < num_stages:
         raise PartitionError(
-            f"cannot cut {counted(len(names), 'layer')} into {num_stages} stages: use at most {len(names)} stages, or "
-            "more layers"
+            f"cannot cut {counted(len(names), 'layer')} into {num_stages} stages: use at most "
+            f"{counted(len(names), 'stage')}, or more layers"
         )
     costs = None
     if at is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
+from echelon.arguments import no_attribute
 from echelon.backends.memory import dtype_code, dtype_of
 from echelon.errors import SizeMismatch
 from echelon.group.group import JsonLike, ProcessGroup
@@ -49,6 +50,10 @@ class Batch:
     """Metrics by microbatch, before scaling."""
 
 
+_MEANT = {
+    "backward": " step() has run the backward already: call optimizer.step() next",
+    "item": " its loss has: write step(...).loss.item()",
+}
 Span = tuple[float, float]
 """Begin and end of a step of the schedule, in seconds."""
 
@@ -65,6 +70,11 @@ class StepOutput:
     loss: torch.Tensor
     outputs: Value = None
     metrics: dict[str, float] | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("the result of step()", name, ("loss", "outputs", "metrics"), _MEANT)
 
 
 class Told(NamedTuple):

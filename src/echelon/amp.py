@@ -1,0 +1,80 @@
+"""Mixed precision: a gradient scaler whose ranks skip the same steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.errors import InvalidArgument
+from echelon.group.group import ProcessGroup, check_group
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler for ranks that hold different gradients, as the stages of a Pipeline.
+
+    If a gradient of one rank is infinite or not a number, all ranks of the group skip the step and lower the scale.
+    torch's own scaler decides by the gradients of its rank: one stage would be stepped, and another not. With
+    DistributedDataParallel all ranks have the same gradients, so torch's own is enough.
+
+    Pass the ranks of the pipeline. Use it as torch's: in `loss_fn`, `scale` the loss of each microbatch; after `step`
+    call `unscale_` if gradients are clipped, then `step` and `update`. Every rank calls them. The loss that the
+    pipeline returns is scaled: divide it by `get_scale()` before `update`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        """Makes the scaler of one rank.
+
+        Args:
+            group: the ranks that skip steps together.
+            device: "cpu" or "cuda". None: the kind of the group's device.
+            init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+
+        Raises:
+            InvalidArgument: `group` is no group, or `device` no text.
+        """
+        self._group = check_group(group)
+        if not isinstance(device, str | None):
+            raise InvalidArgument(f"device is of type {type(device).__name__}: give 'cpu', 'cuda' or None")
+        self._unscaled: set[int] = set()
+        kind = group.device.type if device is None else device
+        super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        # Ranks without a loss never call `scale`, which makes the scale.
+        self.scale(torch.ones((), device=group.device if device is None else device))
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients by the scale. Waits for all ranks: a bad gradient of one counts for all."""
+        if self.is_enabled():
+            gradients = [p.grad for each in optimizer.param_groups for p in each["params"] if p.grad is not None]
+            if self._agree(gradients) and gradients:
+                gradients[0].fill_(torch.inf)  # the step is skipped by this rank's own check
+            self._unscaled.add(id(optimizer))
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Makes the optimizer's step if the gradients of all ranks are finite. Waits for all ranks."""
+        # torch leaves unscaling to optimizers with a kernel for it (fused=True), which know nothing of other ranks.
+        if self.is_enabled() and id(optimizer) not in self._unscaled:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapts the scale for the next step, on all ranks alike. Does not wait."""
+        self._unscaled.clear()
+        super().update(new_scale)
+
+    def _agree(self, gradients: list[Tensor]) -> bool:
+        """Returns whether any rank has a gradient that is not finite."""
+        bad = not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        flag = torch.tensor(float(bad), device=self._group.device)
+        return bool(self._group.all_reduce(flag, "max").item())

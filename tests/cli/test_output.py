@@ -1,0 +1,114 @@
+"""Tables that fit the terminal, progress on terminals alone, facts for bug reports, and completion."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from echelon.cli import main
+from echelon.cli.output import AboveProgress, print_table, working
+from tests.helpers.commands import printed
+
+ROWS = [("name", "time", "text"), ("a", "1.5", "some words that are too long for a narrow terminal"), ("b", "2", "")]
+
+
+def shown(width, is_terminal, rows=ROWS, left=(0, 2)):
+    console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal, no_color=True, color_system=None)
+    print_table(console, rows, left)
+    return console.file.getvalue().splitlines()
+
+
+def test_a_table_that_is_too_wide_is_wrapped_in_its_last_column():
+    lines = shown(40, True)
+    assert max(map(len, lines)) <= 40
+    assert lines[1:] == ["a      1.5  some words that are too long", "            for a narrow terminal", "b        2"]
+
+
+def test_a_script_gets_one_line_for_a_row():
+    assert len(shown(40, False)) == 3
+    assert shown(80, False)[1] == "a      1.5  some words that are too long for a narrow terminal"
+
+
+def test_numbers_move_together_and_are_not_wrapped():
+    rows = [("a", "bbbbbbbbbb", "cccccccccc"), ("1", "2", "3")]
+    assert shown(23, True, rows, (0,)) == ["a bbbbbbbbbb cccccccccc", "1          2          3"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "interleaved-1f1b", "-r", "16", "-m", "64", "--chunks", "2"],
+        ["plan", "--compare", "-r", "16", "-m", "64"],
+        ["plan", "all-reduce", "-r", "16"],
+        ["plan", "all-to-all"],
+        ["plan", "all-reduce", "--algorithm", "ring", "-r", "16"],
+    ],
+)
+def test_tables_fit_80_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed(capsys, *command).replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+
+
+def test_work_is_shown_on_a_terminal_alone():
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
+        with working("searching", console):
+            pass
+        assert ("searching" in console.file.getvalue()) == is_terminal
+
+
+def test_lines_appear_above_the_progress():
+    out, terminal = io.BytesIO(), io.BytesIO()
+    stream = AboveProgress(out, terminal)
+    stream.write(b"[0] loss 1\n")
+    stream.flush()
+    assert (out.getvalue(), terminal.getvalue()) == (b"[0] loss 1\n", b"\r\x1b[2K")
+
+
+def test_env_has_versions_and_no_secret(capsys, monkeypatch):
+    monkeypatch.setenv("ECHELON_SECRET", "not to be shown anywhere")
+    text = printed(capsys, "env")
+    values = json.loads(printed(capsys, "env", "--json"))
+    assert "not to be shown" not in text + str(values)
+    assert "ECHELON_SECRET" in values["variables set"]
+    for name in ("echelon", "python", "torch", "backends"):
+        assert values[name]
+        assert name in text
+    assert os.uname().nodename not in values.values()
+
+
+@pytest.mark.parametrize(("words", "completed"), [("echelon pl", "plan"), ("echelon plan --comp", "--compare")])
+def test_the_shell_completes_commands_and_options(words, completed):
+    environ = {
+        **os.environ,
+        "_ECHELON_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "echelon"], env=environ, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.stdout.split() == [completed], ended.stderr
+
+
+def test_help_says_the_exit_statuses(capsys):
+    text = " ".join(printed(capsys, "--help").split())
+    assert "Exit status: 0 if all went well. 1 if a run, a check or a forecast failed. 2 if the command line" in text
+
+
+def test_run_says_what_it_starts(capfd, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' and len(sys.argv) > 1 else 0)\n")
+    assert main(["run", "-n", "2", str(script)]) == 0
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"echelon: starting 2 ranks of {script}, ")
+    assert line.endswith(" each, backend auto")
+    assert main(["run", "-q", "-n", "2", str(script), "fail"]) == 3
+    assert capfd.readouterr().err == "echelon: rank 1 exited with status 3\n"

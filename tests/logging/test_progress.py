@@ -1,0 +1,27 @@
+"""The progress bar is shown on rank 0 of a terminal alone, and the items pass through."""
+
+import io
+
+from rich.console import Console
+
+import echelon
+from echelon.logging import progress
+
+
+def shown(group, is_terminal):
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=60)
+    items = list(progress(range(3), "training", console=console))
+    generated = list(progress((each for each in "ab"), console=console, total=2))
+    return items, generated, "training" in console.file.getvalue()
+
+
+def test_rank_0_shows_it():
+    assert echelon.simulate(shown, 2, (True,)).results == [([0, 1, 2], ["a", "b"], rank == 0) for rank in range(2)]
+
+
+def test_without_a_terminal_nothing_is_shown():
+    assert echelon.simulate(shown, 1, (False,)).results == [([0, 1, 2], ["a", "b"], False)]
+
+
+def test_without_a_group():
+    assert shown(None, True)[2]
