@@ -221,7 +221,7 @@ def test_the_search_is_reached_by_keys_and_finds_a_word(width, site, browser):
     assert all("deadlock" in text.lower() for text in found[:3])
     browser.press("ArrowDown", 40)
     browser.press("Enter", 13)
-    browser.wait("location.pathname != '/' && document.body.textContent.toLowerCase().includes('deadlock')")
+    browser.wait("location.pathname != '/' && document.body?.textContent.toLowerCase().includes('deadlock')")
     assert browser.complaints() == []
 
 
@@ -232,22 +232,28 @@ def test_keys_reach_the_content_and_the_tabs(site, browser):
     reached = []
     for _ in range(60):
         browser.press("Tab", 9)
-        reached.append(browser.value("document.activeElement.textContent.trim() || document.activeElement.title"))
-        style = "(style => style.outlineStyle != 'none' || style.boxShadow != 'none')"
-        assert browser.value(f"{style}(getComputedStyle(document.activeElement))") or reached[-1] == "", reached[-1]
+        reached.append(browser.value("document.activeElement.textContent.trim().slice(0, 40)"))
+        assert browser.value(IS_SEEN), reached[-1]
     assert reached[0] == "Skip to content"
     assert {"Reference", "How-to guides", "Checkpoints"} <= set(reached)
 
 
+IS_SEEN = """(() => {
+    const element = document.activeElement, style = getComputedStyle(element)
+    return element == document.body || style.outlineStyle != "none" || style.boxShadow != "none"
+        || element.matches("input")
+})()"""
+
+
 @pytest.mark.slow
-def test_the_versions_are_a_matter_of_configuration(tmp_path):
+def test_the_versions_are_a_matter_of_configuration():
     """Under mike the page asks for the list of versions; otherwise it must not."""
     pytest.importorskip("mkdocs")
     shown = {}
     for name in ("", "1.0"):
         code = (
-            "from mkdocs.config import load_config; config = load_config('mkdocs.yml');"
-            "import json; print(json.dumps(config.plugins.on_config(config).extra))"
+            "import json; from mkdocs.config import load_config; config = load_config('mkdocs.yml');"
+            "print(json.dumps(config.plugins.on_config(config).extra.get('version')))"
         )
         environment = os.environ | {"MIKE_DOCS_VERSION": name, "NO_MKDOCS_2_WARNING": "1"}
         run = subprocess.run(
@@ -260,5 +266,4 @@ def test_the_versions_are_a_matter_of_configuration(tmp_path):
             timeout=60,
         )
         shown[name] = json.loads(run.stdout.splitlines()[-1])
-    assert "version" not in shown[""]
-    assert shown["1.0"]["version"] == {"provider": "mike"}
+    assert shown == {"": None, "1.0": {"provider": "mike"}}
