@@ -14,6 +14,8 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +48,25 @@ def blocks_of(text: str) -> Iterator[Block]:
 def outputs(text: str, folder: Path, name: str = "page") -> Iterator[tuple[Block, str]]:
     """Runs the blocks of a page in a folder and yields each with what it prints."""
     variables: dict[str, object] = {"__name__": name}
+    with _imports_from(folder):
+        yield from _outputs(text, folder, name, variables)
+
+
+@contextlib.contextmanager
+def _imports_from(folder: Path) -> Iterator[None]:
+    """As in a notebook, blocks import the files of their own folder."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for module in set(sys.modules) - before:
+            if str(getattr(sys.modules[module], "__file__", "")).startswith(str(folder)):
+                del sys.modules[module]
+
+
+def _outputs(text: str, folder: Path, name: str, variables: dict[str, object]) -> Iterator[tuple[Block, str]]:
     for block in blocks_of(text):
         if block.kind == "python":
             with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -68,3 +89,29 @@ def _printed_by(command: str, folder: Path) -> str:
         command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     return done.stdout + done.stderr
+
+
+def with_outputs(text: str, folder: Path, name: str) -> str:
+    """Returns a page with the outputs that its blocks have now."""
+    parts, end = [], 0
+    for block, printed in outputs(text, folder, name):
+        shown = text[block.start : block.end]
+        if block.kind == "python":
+            shown = f"```python\n{block.code}```\n" + (f"\n```text\n{printed}```\n" if printed else "")
+        elif block.kind == "console":
+            shown = f"```console\n$ {block.code}\n{printed}```\n"
+        parts += [text[end : block.start], shown]
+        end = block.end
+    return "".join([*parts, text[end:]])
+
+
+def main(names: list[str]) -> None:
+    os.environ["ECHELON_TUNED"] = "off"
+    warnings.simplefilter("ignore")
+    for path in map(Path, names):
+        with tempfile.TemporaryDirectory() as folder:
+            path.write_text(with_outputs(path.read_text(encoding="utf-8"), Path(folder), path.stem), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
