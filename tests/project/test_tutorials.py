@@ -1,6 +1,7 @@
 """The tutorials run, block by block, and print what they show; so do the pages for users of other libraries."""
 
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from tests.helpers.pages import blocks_of, outputs
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted([*(DOCS / "tutorials").glob("*.md"), *(DOCS / "coming_from").glob("*.md")])
-QUICK = ("write_a_schedule",)
+QUICK = ("write_a_schedule", "choose_a_schedule")
+FORECAST_OF = "2.13"
+"""Version of torch whose operators the forecast on a page was recorded with: others fuse and allocate otherwise."""
 
 
 @pytest.mark.timeout(300)
@@ -18,6 +21,8 @@ QUICK = ("write_a_schedule",)
     [pytest.param(page, id=page.stem, marks=() if page.stem in QUICK else pytest.mark.slow) for page in PAGES],
 )
 def test_every_block_prints_what_the_page_shows(page, tmp_path):
+    if page.stem == "foresee_a_cluster" and not version("torch").startswith(FORECAST_OF):
+        pytest.skip(f"shows a forecast by torch {FORECAST_OF}")
     text = page.read_text(encoding="utf-8")
     ran = 0
     with warnings.catch_warnings():
