@@ -78,7 +78,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python tools/prose.py src examples conformance tools/site docs README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/python tools/prose.py src examples conformance tools/site tools/notebooks.py docs README.md CONTRIBUTING.md CHANGELOG.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -1,5 +1,6 @@
 """The tutorials run, block by block, and print what they show; so do the pages for users of other libraries."""
 
+import json
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 
 from tests.helpers.pages import blocks_of, outputs
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PAGES = sorted([*(DOCS / "tutorials").glob("*.md"), *(DOCS / "coming_from").glob("*.md")])
 QUICK = ("write_a_schedule", "choose_a_schedule")
 FORECAST_OF = "2.13"
@@ -41,3 +43,16 @@ def test_no_block_of_a_page_is_left_out():
         marked = text.count("\n```python\n") + text.count('\n```py title="') + text.count("\n```console\n")
         assert marked == len(list(blocks_of(text))), page.name
         assert "\n```py\n" not in text, page.name
+
+
+def test_the_notebooks_are_made_from_the_pages(monkeypatch):
+    """Their outputs are those of the pages, which the first test compares with a run."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import notebooks
+
+    assert len(notebooks.NAMES) == 3
+    for name in notebooks.NAMES:
+        path = DOCS / "tutorials" / f"{name}.ipynb"
+        made = notebooks.notebook(path.with_suffix(".md").read_text(encoding="utf-8"))
+        assert json.loads(path.read_text(encoding="utf-8")) == made, f"{name}: run python tools/notebooks.py"
+        assert all(cell["outputs"] or cell["execution_count"] for cell in made["cells"] if cell["cell_type"] == "code")
