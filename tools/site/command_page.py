@@ -47,7 +47,9 @@ def _section(name: str, command: Any) -> str:
     for title, parameters in (("argument", arguments), ("option", options)):
         rows = [_row(parameter) for parameter in parameters if not getattr(parameter, "hidden", False)]
         if rows:
-            parts.append("\n".join([f"| {title} | meaning |", "|---|---|", *rows]))
+            # The class is for the style sheet: names of options do not wrap.
+            table = "\n".join([f"| {title} | meaning |", "|---|---|", *rows])
+            parts.append(f'<div class="options" markdown>\n\n{table}\n\n</div>')
     return "\n\n".join(parts) + "\n"
 
 
