@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import echelon
-from tests.helpers.browser import Browser, served
+from tests.helpers.site_browser import Browser, served
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1280, 400)
