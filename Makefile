@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INTEROP := $(VENV)/.interop
+DOCS := $(VENV)/.docs
 
 # An installation compiles them into the package.
 NATIVE := hatch_build.py native/build.py $(wildcard native/*.[ch])
@@ -21,7 +22,7 @@ QUICK := -m "not slow" -n logical --maxprocesses 4 --dist worksteal
 # The tests start some hundred processes, which would all compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test slow mutations conformance conformance-simulated compat gpu lint format clean
+.PHONY: help demo test slow mutations conformance conformance-simulated compat gpu docs lint format clean
 
 help:
 	@echo "make demo    train a small language model on four ranks (dp=2, pp=2), after a forecast of its step"
@@ -32,6 +33,7 @@ help:
 	@echo "make conformance-simulated  download PyTorch's own tests and run them over Gloo and on simulated ranks (an hour)"
 	@echo "make compat TORCH=2.15.0  run the quick tests with another version of torch (gigabytes, some minutes)"
 	@echo "make gpu     run the tests that need a GPU with CUDA"
+	@echo "make docs    build the site of the documentation into site/"
 	@echo "make lint    check formatting, style, types and prose"
 	@echo "make format  format the code"
 	@echo "make clean   remove .venv and .venv-torch-*, caches and outputs"
@@ -47,7 +49,7 @@ out/here.json: | $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(QUICK)
 
-slow: $(INTEROP)
+slow: $(INTEROP) $(DOCS)
 	$(BIN)/python -m pytest -m slow --timeout 600 -o faulthandler_timeout=590
 
 # One mutation at a time: tests that go by real time would fail for want of a core, and kill it for no reason.
@@ -71,18 +73,22 @@ endif
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -rs
 
+# The theme prints an advertisement of its successor unless this variable is set.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python tools/prose.py src examples conformance docs README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/python tools/prose.py src examples conformance tools/site tools/notebooks.py docs README.md CONTRIBUTING.md CHANGELOG.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist out site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Makes the virtual environment $(1) with the first of these that really starts and is new enough: python3 may be old, and
@@ -114,6 +120,11 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 # Lightning, Accelerate and what PyTorch's own tests import.
 $(INTEROP): $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,interop]"
+	@touch $@
+
+# mkdocs, its theme and what reads the docstrings.
+$(DOCS): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
 	@touch $@
 
 # The same with one version of torch, $*, in place of the one that constraints.txt pins.

@@ -1,0 +1,271 @@
+"""The site of the documentation has a page for everything public, and works in a browser, wide and narrow."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+import echelon
+from tests.helpers.site_browser import Browser, served
+
+ROOT = Path(__file__).parents[2]
+WIDTHS = (1280, 400)
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """The modules of tools/site that need no mkdocs."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "site"))
+    names = ("api_pages", "command_page", "repository_pages")
+    yield {name: importlib.import_module(name) for name in names}
+    for name in names:
+        del sys.modules[name]
+
+
+PUBLIC_MODULES = ["echelon", *(f"echelon.{name}" for name in echelon._SUBMODULES)]
+PUBLIC_MODULES += ["echelon.data_parallel", "echelon.pipeline.schedules", "echelon.interop.torch_distributed"]
+
+
+def test_every_public_name_is_in_the_reference(tools):
+    listed = {name for names in tools["api_pages"].contents().values() for name in names}
+    short = {name.removeprefix("echelon.") for name in listed if name.count(".") == 1}
+    for module in map(importlib.import_module, PUBLIC_MODULES):
+        for name in module.__all__:
+            is_page = f"{module.__name__}.{name}" in tools["api_pages"].contents()
+            assert f"{module.__name__}.{name}" in listed or name in short or is_page, f"{module.__name__}.{name}"
+
+
+def test_a_name_is_in_the_reference_once(tools):
+    listed = [name for names in tools["api_pages"].contents().values() for name in names]
+    assert len(set(listed)) == len(listed)
+
+
+def test_every_command_and_option_is_on_its_page(tools):
+    page = tools["command_page"].page()
+    commands = dict(tools["command_page"].commands())
+    assert {"echelon run", "echelon simulate", "echelon foresee", "echelon plan", "echelon bench"} <= set(commands)
+    for name, command in commands.items():
+        section = page[page.index(f"## {name}\n") :].partition("\n## ")[0]
+        for parameter in command.params:
+            for option in parameter.opts if parameter.param_type_name == "option" else ():
+                assert f"`{option}`" in section, (name, option)
+
+
+LINKS = {
+    "[a](docs/plan.md)": "[a](plan.md)",
+    "[a](docs/plan.md#costs)": "[a](plan.md#costs)",
+    "[a](CONTRIBUTING.md)": "[a](project/contributing.md)",
+    "[a](https://example.org/x/y/blob/main/docs/plan.md)": "[a](plan.md)",
+    "![a](docs/images/1f1b.svg)": "![a](images/1f1b.svg)",
+    '<img src="docs/images/1f1b.svg" alt="a">': '<img src="<images/1f1b.svg>" alt="a">',
+    "[a](examples/ddp.py)": "[a](source/examples/ddp.py.md)",
+    "[a](https://pytorch.org/)": "[a](https://pytorch.org/)",
+    "`[a](docs/plan.md)`": "`[a](docs/plan.md)`",
+    "```text\n[a](docs/plan.md)\n```": "```text\n[a](docs/plan.md)\n```",
+    "[a](no_such_file.md)": "[a](no_such_file.md)",
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_links_of_the_readme_become_links_of_the_site(link, tools):
+    repository = tools["repository_pages"].Repository(ROOT, "https://example.org/x/y")
+    assert repository.with_links_of_site(link, "index.md", lambda name: f"<{name}>") == LINKS[link]
+
+
+def test_links_of_a_page_to_files_outside_docs_become_links_of_the_site(tools):
+    repository = tools["repository_pages"].Repository(ROOT)
+    text = "[a](../benchmarks/ddp/README.md), [b](../README.md), [c](pipeline.md)"
+    moved = repository.with_links_of_site(text, "design.md", lambda name: name)
+    assert moved == "[a](benchmarks/ddp/README.md), [b](index.md), [c](pipeline.md)"
+    assert "benchmarks/ddp/README.md" in repository.pages()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The address of the site, built as `make docs` builds it."""
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:
+        pytest.skip('needs mkdocs: pip install -e ".[docs]"')
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr.strip(), done.stdout.strip()) == (0, "", "")
+    with served(folder) as address:
+        yield Site(folder, address)
+
+
+class Site:
+    def __init__(self, folder, address):
+        self.folder, self.address = folder, address
+        pages = sorted(folder.rglob("index.html"))
+        self.pages = [path.parent.relative_to(folder).as_posix().removeprefix(".") for path in pages]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    opened = Browser(tmp_path_factory.mktemp("browser"))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_public_name_has_an_anchor_on_the_site(site, tools):
+    lines = zlib.decompress((site.folder / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode().splitlines()
+    anchors = {line.split()[0] for line in lines}
+    for names in tools["api_pages"].contents().values():
+        assert set(names) <= anchors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_page_opens_without_complaint_and_is_small(width, site, browser):
+    faults = []
+    assert len(site.pages) > 90
+    for page in site.pages:
+        if width < 1000 and page.startswith(("decisions/2026", "source/")):
+            continue  # notes and sources of one form, whose width the other pages have tried
+        browser.open(f"{site.address}/{page}/".replace("//", "/").replace(":/", "://"), width)
+        faults += [f"{page}: {each}" for each in browser.complaints()]
+        requests = {url: size for url, size in browser.requests().items() if not url.startswith("data:")}
+        faults += [f"{page}: asks for {url}" for url in requests if not url.startswith(site.address)]
+        # The index of the search is loaded once, in a thread of its own.
+        size = sum(size for url, size in requests.items() if "search_index" not in url)
+        faults += [f"{page}: {size} bytes"] * (size >= 1_000_000)
+        faults += [f"{page}: {each}" for each in browser.value(LOOKS)]
+    assert not faults
+
+
+LOOKS = """(() => {
+    const found = []
+    for (const image of document.images) {
+        if (!image.complete || !image.naturalWidth) found.push("no picture: " + image.src)
+        if (!image.alt.trim()) found.push("no alternative text: " + image.src)
+    }
+    const wide = document.documentElement.scrollWidth
+    if (wide > innerWidth) found.push("scrolls sideways: " + wide)
+    if (document.querySelectorAll("h1").length != 1) found.push("not one title")
+    if (!document.documentElement.lang) found.push("no language")
+    return found
+})()"""
+
+
+CONTRAST = """(() => {
+    const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d")
+    const parsed = color => {
+        canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1)
+        const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data
+        return [r, g, b, a / 255]
+    }
+    const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3])).concat(1)
+    const ground = element => {
+        if (!element) return [255, 255, 255, 1]
+        const own = parsed(getComputedStyle(element).backgroundColor)
+        return own[3] == 1 ? own : over(own, ground(element.parentElement))
+    }
+    const light = color => color.slice(0, 3).map(value => value / 255)
+        .map(value => value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, value, i) => sum + value * [0.2126, 0.7152, 0.0722][i], 0)
+    const found = {}
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
+    while (walker.nextNode()) {
+        const element = walker.currentNode.parentElement
+        const style = getComputedStyle(element)
+        const box = element.getBoundingClientRect()
+        if (!walker.currentNode.textContent.trim() || !box.width || style.visibility == "hidden") continue
+        let opacity = 1
+        for (let each = element; each; each = each.parentElement) opacity *= getComputedStyle(each).opacity
+        if (opacity < 0.05) continue  // shown on demand, such as the mark of a heading
+        const below = ground(element)
+        const text = parsed(style.color)
+        text[3] *= opacity
+        const [a, b] = [light(over(text, below)), light(below)].sort((a, b) => b - a)
+        const ratio = (a + 0.05) / (b + 0.05)
+        const size = parseFloat(style.fontSize)
+        const enough = size >= 24 || size >= 18.66 && style.fontWeight >= 700 ? 3 : 4.5
+        if (ratio < enough) found[element.tagName + "." + element.className] =
+            ratio.toFixed(2) + " " + walker.currentNode.textContent.trim().slice(0, 30)
+    }
+    return Object.entries(found).map(pair => pair.join(": "))
+})()"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["default", "slate"])
+def test_texts_have_enough_contrast(width, scheme, site, browser):
+    for page in ("", "plan/", "reference/echelon/", "reference/commands/", "glossary/", "simulation/"):
+        browser.open(f"{site.address}/{page}", width)
+        browser.value(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
+        assert browser.value(CONTRAST) == [], page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_search_is_reached_by_keys_and_finds_a_word(width, site, browser):
+    browser.open(f"{site.address}/", width)
+    browser.press("f", 70)  # the theme's key for the search
+    browser.wait("document.activeElement.matches('.md-search__input')")
+    browser.type("deadlock")
+    browser.wait("document.querySelectorAll('.md-search-result__link').length > 3")
+    found = browser.value("[...document.querySelectorAll('.md-search-result__item')].map(item => item.textContent)")
+    assert all("deadlock" in text.lower() for text in found[:3])
+    browser.press("ArrowDown", 40)
+    browser.press("Enter", 13)
+    browser.wait("location.pathname != '/' && document.body?.textContent.toLowerCase().includes('deadlock')")
+    assert browser.complaints() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_keys_reach_the_content_and_the_tabs(site, browser):
+    browser.open(f"{site.address}/plan/", 1280)
+    reached = []
+    for _ in range(60):
+        browser.press("Tab", 9)
+        reached.append(browser.value("document.activeElement.textContent.trim().slice(0, 40)"))
+        assert browser.value(IS_SEEN), reached[-1]
+    assert reached[0] == "Skip to content"
+    assert {"Reference", "How-to guides", "Checkpoints"} <= set(reached)
+
+
+IS_SEEN = """(() => {
+    const element = document.activeElement, style = getComputedStyle(element)
+    return element == document.body || style.outlineStyle != "none" || style.boxShadow != "none"
+        || element.matches("input")
+})()"""
+
+
+@pytest.mark.slow
+def test_the_versions_are_a_matter_of_configuration():
+    """Under mike the page asks for the list of versions; otherwise it must not."""
+    pytest.importorskip("mkdocs")
+    shown = {}
+    for name in ("", "1.0"):
+        code = (
+            "import json; from mkdocs.config import load_config; config = load_config('mkdocs.yml');"
+            "print(json.dumps(config.plugins.on_config(config).extra.get('version')))"
+        )
+        environment = os.environ | {"MIKE_DOCS_VERSION": name, "NO_MKDOCS_2_WARNING": "1"}
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        shown[name] = json.loads(run.stdout.splitlines()[-1])
+    assert shown == {"": None, "1.0": {"provider": "mike"}}
