@@ -45,7 +45,7 @@ def test_the_width_of_the_terminal_is_used(capsys, monkeypatch):
 def test_colour_where_there_is_colour(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
-    assert "\x1b[38;2;20;23;27;48;2;132;171;211m▏0" in run(capsys, "1f1b", "-r", "2", "-m", "4")
+    assert "\x1b[38;2;20;23;27;48;2;139;185;233m▏0" in run(capsys, "1f1b", "-r", "2", "-m", "4")
     monkeypatch.setenv("NO_COLOR", "1")
     plain = run(capsys, "1f1b", "-r", "2", "-m", "4")
     assert "F0 F1 ....." in plain, "what colour would show must be said by characters"
