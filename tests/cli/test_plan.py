@@ -102,11 +102,14 @@ def test_sizes_of_the_schedule(capsys):
 
 
 def test_files_are_written(capsys, tmp_path):
-    files = ("plan.svg", "plan.png", "plan.json", "plan.csv")
-    options = [word for pair in zip(("--svg", "--png", "--chrome", "--csv"), files, strict=True) for word in pair]
+    files = ("plan.svg", "plan.png", "plan.html", "plan.json", "plan.csv")
+    options = [
+        word for pair in zip(("--svg", "--png", "--html", "--chrome", "--csv"), files, strict=True) for word in pair
+    ]
     found = run(capsys, "1f1b", "-r", "2", "-m", "4", *options)
     assert found.endswith("".join(f"wrote {name}\n" for name in files))
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads((tmp_path / "plan.json").read_text())["traceEvents"]) > 16
     assert Schedule.from_csv("plan.csv").orders == schedules.build("1f1b", 2, 4).orders
