@@ -45,7 +45,7 @@ def test_the_width_of_the_terminal_is_used(capsys, monkeypatch):
 def test_colour_where_there_is_colour(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
-    assert "\x1b[38;2;20;23;27;48;2;132;171;211m▏0" in run(capsys, "1f1b", "-r", "2", "-m", "4")
+    assert "\x1b[38;2;20;23;27;48;2;139;185;233m▏0" in run(capsys, "1f1b", "-r", "2", "-m", "4")
     monkeypatch.setenv("NO_COLOR", "1")
     plain = run(capsys, "1f1b", "-r", "2", "-m", "4")
     assert "F0 F1 ....." in plain, "what colour would show must be said by characters"
@@ -102,11 +102,14 @@ def test_sizes_of_the_schedule(capsys):
 
 
 def test_files_are_written(capsys, tmp_path):
-    files = ("plan.svg", "plan.png", "plan.json", "plan.csv")
-    options = [word for pair in zip(("--svg", "--png", "--chrome", "--csv"), files, strict=True) for word in pair]
+    files = ("plan.svg", "plan.png", "plan.html", "plan.json", "plan.csv")
+    options = [
+        word for pair in zip(("--svg", "--png", "--html", "--chrome", "--csv"), files, strict=True) for word in pair
+    ]
     found = run(capsys, "1f1b", "-r", "2", "-m", "4", *options)
     assert found.endswith("".join(f"wrote {name}\n" for name in files))
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads((tmp_path / "plan.json").read_text())["traceEvents"]) > 16
     assert Schedule.from_csv("plan.csv").orders == schedules.build("1f1b", 2, 4).orders

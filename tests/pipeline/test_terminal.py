@@ -8,6 +8,7 @@ import pytest
 
 from echelon.pipeline import Costs, schedules
 from echelon.pipeline.plan.action import parse
+from echelon.timeline.boxes import boxes_of
 from echelon.timeline.palette import COLORS
 from echelon.timeline.terminal import lines
 from echelon.timeline.timeline import Timeline
@@ -18,7 +19,8 @@ def simulated(name: str, num_ranks: int, num_microbatches: int, **costs) -> Time
 
 
 def plain(timeline: Timeline, width: int) -> str:
-    return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines(timeline, width, in_color=False))
+    drawn = lines(boxes_of(timeline), width, in_color=False)
+    return "\n".join("".join(piece.text for piece in line).rstrip() for line in drawn)
 
 
 PICTURES = {
@@ -51,7 +53,7 @@ def test_a_step_says_as_much_as_fits(width):
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (3, 7), (12, 40)])
 def test_lines_fit_the_width_and_are_equally_long(num_ranks, num_microbatches, in_color, width):
     timeline = simulated("zb-h1", num_ranks, num_microbatches, forward=0.7, transfer=0.3)
-    found = lines(timeline, width, in_color)
+    found = lines(boxes_of(timeline), width, in_color)
     lengths = {sum(len(piece.text) for piece in line) for line in found}
     assert len(found) == num_ranks
     assert len(lengths) == 1
@@ -59,7 +61,7 @@ def test_lines_fit_the_width_and_are_equally_long(num_ranks, num_microbatches, i
 
 
 def test_colours_are_those_of_the_kind():
-    first = lines(simulated("1f1b", 2, 3), 80, in_color=True)[0]
+    first = lines(boxes_of(simulated("1f1b", 2, 3)), 80, in_color=True)[0]
     assert [(piece.text, piece.background) for piece in first if piece.background] == [
         ("▏0", COLORS["F"]),
         ("▏1", COLORS["F"]),
@@ -90,7 +92,7 @@ def test_letters_keep_the_shares_of_kinds_where_steps_are_narrower_than_columns(
 def test_a_later_chunk_is_in_lower_case_or_underlined():
     timeline = simulated("zb-v", 2, 2)
     assert {"F", "f", "I", "i", "W", "w"} <= set(plain(timeline, 40))
-    drawn = lines(timeline, 120, in_color=True)
+    drawn = lines(boxes_of(timeline), 120, in_color=True)
     marked = [piece for line in drawn for piece in line if piece.is_underlined]
     assert len(marked) == 2 * 2 * 3, "F, I and W of two microbatches on the second stage of two ranks"
     assert "lower case: second chunk" in str(timeline)
@@ -109,7 +111,7 @@ def test_a_step_of_two_actions():
     timeline = Timeline(((parse("(0F1;3B0)OVERLAP_F_B"), parse("0F2")),), ((0, 3),), ((3, 4),))
     assert plain(timeline, 80) == "rank 0  F1;b0------------ F2---"
     assert plain(timeline, 16) == "rank 0  &-----F-"
-    (line,) = lines(timeline, 16, in_color=True)
+    (line,) = lines(boxes_of(timeline), 16, in_color=True)
     assert (line[2].text, line[2].foreground, line[2].background) == ("▀▀▀▀▀▀", COLORS["F"], COLORS["B"])
 
 
@@ -128,5 +130,5 @@ def test_a_step_of_two_actions():
 )
 def test_anything_can_be_shown(timeline, text):
     assert plain(timeline, 80) == text
-    assert len(lines(timeline, 80, in_color=True)) == timeline.num_ranks
-    assert len(lines(timeline, 10, in_color=True)) == timeline.num_ranks
+    assert len(lines(boxes_of(timeline), 80, in_color=True)) == timeline.num_ranks
+    assert len(lines(boxes_of(timeline), 10, in_color=True)) == timeline.num_ranks

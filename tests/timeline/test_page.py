@@ -75,6 +75,12 @@ def test_a_notebook_shows_a_page_in_a_frame(plan):
     assert len(data_of(attributes["srcdoc"])["panels"][0]["rows"]) == 4
 
 
+def test_a_long_run_is_text_in_a_notebook():
+    shown = schedules.build("1f1b", 16, 800).simulate()._repr_html_()
+    assert shown.startswith("<pre>1f1b, simulated\n")
+    assert len(shown) < 10_000
+
+
 def test_a_notebook_shows_a_schedule_by_its_timeline():
     schedule = schedules.build("1f1b", 2, 4)
     assert schedule._repr_html_() == schedule.simulate()._repr_html_()

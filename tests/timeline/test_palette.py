@@ -56,9 +56,14 @@ def smallest_distance(tones, sight):
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_kinds_stay_apart(sight):
-    assert smallest_distance(PIPELINE, sight) > 0.15
+    assert smallest_distance(PIPELINE, sight) > 0.18
     for name, tones in TOGETHER.items():
         assert smallest_distance(tones, sight) > 0.085, name
+
+
+def test_kinds_of_a_pipeline_differ_in_print():
+    grey = sorted(contrast(COLORS[tone], "#000000") ** (1 / 3) for tone in PIPELINE)
+    assert min(lighter - darker for darker, lighter in itertools.pairwise(grey)) > 0.2
 
 
 @pytest.mark.parametrize("tone", COLORS)

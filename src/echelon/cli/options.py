@@ -21,6 +21,7 @@ def value(metavar: str, description: str) -> Any:
 
 Svg: TypeAlias = Annotated[str | None, value("FILE", "Draw it as SVG.")]
 Png: TypeAlias = Annotated[str | None, value("FILE", "Draw it as PNG.")]
+Html: TypeAlias = Annotated[str | None, value("FILE", "Write it as a page with zoom and search.")]
 Chrome: TypeAlias = Annotated[str | None, value("FILE", "Write it as a Chrome trace (Perfetto).")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -83,13 +84,13 @@ def given(options: object, names: Iterable[str], read: Callable[[str, str], Any]
     return {name: read("--" + name.replace("_", "-"), text) for name, text in texts.items() if text is not None}
 
 
-def check_suffixes(svg: str | None, png: str | None) -> None:
+def check_suffixes(svg: str | None, png: str | None, html: str | None = None) -> None:
     """Checks the names of pictures, before any work is done.
 
     Raises:
         ScheduleError: a name whose suffix is of another format.
     """
     # The figure's format follows from the name, so `--svg a.png` would write a PNG.
-    for path, suffix in ((svg, ".svg"), (png, ".png")):
+    for path, suffix in ((svg, ".svg"), (png, ".png"), (html, ".html")):
         if path is not None and not path.lower().endswith(suffix):
             raise ScheduleError(f"--{suffix[1:]} {path}: give a name that ends in {suffix}, such as plan{suffix}")

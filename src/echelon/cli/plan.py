@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from echelon.arguments import choices
-from echelon.cli.options import Chrome, Json, Png, Svg, amount, check_suffixes, given, one_number, value
+from echelon.cli.options import Chrome, Html, Json, Png, Svg, amount, check_suffixes, given, one_number, value
 from echelon.cli.output import to_json, working, write, write_files
 from echelon.cli.plan_report import as_values, in_words, print_comparison, print_plan, values_compared, values_searched
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
@@ -73,6 +73,7 @@ class PlanOptions:
     capacity: Annotated[str | None, value("MEMORY", "With --compare: total memory of a rank.")] = None
     svg: Svg = None
     png: Png = None
+    html: Html = None
     chrome: Chrome = None
     csv: Annotated[str | None, value("FILE", "Write the orders as torch reads them.")] = None
     as_json: Json = False
@@ -127,13 +128,13 @@ class PlanOptions:
         elif self.compare:
             reason = "--compare takes all schedules, with one chunk and with two; leave it out"
             self._refuse(reason, "chunks", "group_size")
-            self._refuse("--compare has many schedules; name the one to write", "svg", "png", "chrome", "csv")
+            self._refuse("--compare has many schedules; name the one to write", "svg", "png", "html", "chrome", "csv")
         elif self.search:
             self._refuse("--search is not for interleaved-1f1b; leave it out", "group_size")
         if not self.compare:
             self._refuse("only --compare counts parameters; give --memory-limit instead", "parameters", "capacity")
         # Before the schedule is made: a search may take minutes.
-        check_suffixes(self.svg, self.png)
+        check_suffixes(self.svg, self.png, self.html)
         if self.is_file:  # it has its own sizes
             return
         if self.schedule is not None and self.schedule not in schedules.names():
@@ -171,6 +172,7 @@ def plan(options: PlanOptions) -> None:
     written = write_files(
         (options.svg, timeline.draw),
         (options.png, timeline.draw),
+        (options.html, timeline.draw),
         (options.chrome, timeline.to_chrome),
         (options.csv, schedule.to_csv),
     )

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from echelon.bench.request import read_hosts, read_size
-from echelon.cli.options import Chrome, Json, Png, Svg, check_suffixes, given, one_number, value
+from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_suffixes, given, one_number, value
 from echelon.cli.output import exact, print_table, write, write_files
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
 from echelon.collectives.plans.check import check, goal_of
@@ -62,6 +62,7 @@ class CollectiveOptions:
     local_beta: Annotated[str | None, value("SECONDS", "Transfer time per byte inside a host.  [default: beta]")] = None
     svg: Svg = None
     png: Png = None
+    html: Html = None
     chrome: Chrome = None
     as_json: Json = False
 
@@ -85,11 +86,11 @@ def plan_collective(options: CollectiveOptions) -> None:
     """
     operation = _operation(options.operation)
     size = read_size("--bytes", options.num_bytes)
-    check_suffixes(options.svg, options.png)
+    check_suffixes(options.svg, options.png, options.html)
     costs = options.costs()  # a wrong cost is an error even where only names are listed
     console = Console(highlight=False)
     if options.algorithm is None:
-        for path in filter(None, (options.svg, options.png, options.chrome)):
+        for path in filter(None, (options.svg, options.png, options.html, options.chrome)):
             raise PlanError(f"{path}: there are several plans to draw; name one, as --algorithm ring -r 4")
         rows = _list(operation, options.num_ranks, options.root, size, costs)
         print(json.dumps(rows, indent=2)) if options.as_json else _print_list(console, operation, rows)
@@ -103,7 +104,8 @@ def plan_collective(options: CollectiveOptions) -> None:
     timeline = simulate(plan, chunk_bytes(operation, plan, size), costs)
     values = _as_values(operation, plan, size, timeline)
     written = write_files(
-        (options.svg, timeline.draw), (options.png, timeline.draw), (options.chrome, timeline.to_chrome)
+        *((path, timeline.draw) for path in (options.svg, options.png, options.html)),
+        (options.chrome, timeline.to_chrome),
     )
     if options.as_json:
         sizes = {"operation": operation, "algorithm": name, "bytes": size}

@@ -13,7 +13,7 @@ from rich.text import Text
 from echelon.cli.output import exact, print_table, write
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option
-from echelon.timeline.boxes import boxes_of
+from echelon.timeline.boxes import TimelineLayout, boxes_of
 from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, text_color
 from echelon.timeline.terminal import HALVES, IDLE_IN_COLOR, Line, legend, lines
 from echelon.timeline.timeline import Timeline
@@ -74,10 +74,11 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, values:
     in_color = _has_colors(console)
     write(console, f"{schedule.name}: {sizes}", style="bold")
     write(console, summary(timeline) + "\n")
-    picture = lines(timeline, console.width, in_color)
+    layout = boxes_of(timeline)
+    picture = lines(layout, console.width, in_color)
     for line in picture[:_MOST_RANKS]:
         write(console, _text(line))
-    write(console, _legend(timeline, picture, console.width, in_color))
+    write(console, _legend(layout, picture, console.width, in_color))
     write(console)
     rows: list[Sequence[str]] = [
         ("rank", "stages", "busy", "warm-up", "waiting", "transfer", "drain", "peak", "microbatches")
@@ -102,11 +103,10 @@ def _text(line: Line) -> Text:
     return text
 
 
-def _legend(timeline: Timeline, picture: list[Line], width: int, in_color: bool) -> Text:
+def _legend(layout: TimelineLayout, picture: list[Line], width: int, in_color: bool) -> Text:
     if not in_color:
-        return Text("\n" + "\n".join(legend(timeline, picture, width)))
+        return Text("\n" + "\n".join(legend(layout, picture, width)))
     entries = Text("\n")
-    layout = boxes_of(timeline)
     for tone in layout.tones:
         entries.append(f" {NAMES[tone]} ", Style(color=text_color(COLORS[tone]), bgcolor=COLORS[tone])).append("   ")
     if layout.num_chunks > 1:

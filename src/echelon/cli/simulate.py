@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.progress import Progress
 
 from echelon.cli import fault_text
-from echelon.cli.options import Chrome, Png, check_suffixes, value
+from echelon.cli.options import Chrome, Html, Png, check_suffixes, value
 from echelon.cli.output import write_files
 from echelon.cli.run import console, no_ranks
 from echelon.errors import InvalidWorldSize, LaunchError
@@ -60,6 +60,7 @@ class SimulateOptions:
     memory: Annotated[bool, typer.Option("--memory", help="Print the peak memory of each rank's tensors.")] = False
     chrome: Chrome = None
     png: Png = None
+    html: Html = None
 
     def check(self) -> None:
         """Checks which options are given together, before anything is run.
@@ -76,10 +77,10 @@ class SimulateOptions:
         if self.explore is not None:
             if self.explore < 1:
                 raise LaunchError(f"--explore {self.explore}: give the number of seeds, at least 1")
-            for name in ("memory", "chrome", "png"):
+            for name in ("memory", "chrome", "png", "html"):
                 if getattr(self, name):
                     raise LaunchError(f"--{name} with --explore: many runs have many results; give one --seed instead")
-        check_suffixes(None, self.png)
+        check_suffixes(None, self.png, self.html)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `echelon.simulate` that are the same for every seed."""
@@ -144,7 +145,11 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) ->
         return outcome.failure.status
     simulation = outcome.simulation
     assert simulation is not None
-    written = write_files((options.png, simulation.timeline.draw), (options.chrome, simulation.timeline.to_chrome))
+    written = write_files(
+        (options.png, simulation.timeline.draw),
+        (options.html, simulation.timeline.draw),
+        (options.chrome, simulation.timeline.to_chrome),
+    )
     if simulation.peak_memory is not None:
         for rank, peak in enumerate(simulation.peak_memory):
             shown.say(f"rank {rank}: peak of {_in_units(peak)}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import NamedTuple, cast
 
 from echelon.timeline.palette import NAMES, Tone, tone_of
 from echelon.timeline.timeline import Divided, Gap, Level, Part, Span, Timeline
@@ -89,12 +89,12 @@ class TimelineLayout:
     num_chunks: int
     most_memory: float
 
-    @property
-    def boxes(self) -> Iterator[Box]:
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
         """All boxes."""
-        return (box for row in self.rows for box in row.boxes)
+        return tuple(box for row in self.rows for box in row.boxes)
 
-    @property
+    @cached_property
     def tones(self) -> tuple[Tone, ...]:
         """Kinds that occur, in the order of a legend."""
         found = {box.tone for box in self.boxes}
@@ -111,7 +111,7 @@ def boxes_of(timeline: Timeline) -> TimelineLayout:
         most_chunks = max(most_chunks, len(chunks))
         rows.append(
             Row(
-                f"rank {rank}",
+                timeline.title_of(rank),
                 tuple(_boxes(timeline, spans, chunks)),
                 rank,
                 tuple(_from_start(timeline, timeline.gaps[rank])),
@@ -137,21 +137,23 @@ def _from_start(timeline: Timeline, gaps: Iterable[Gap]) -> Iterator[Gap]:
 
 def _chunks(spans: Sequence[Span]) -> Mapping[int, int]:
     """Returns the index of each stage among the stages of the rank."""
+    divided = _divided(spans)
     stages = {
         stage
         for span in spans
-        if isinstance(span.step, Divided)
-        for part in span.step.parts()
+        if type(span.step) in divided
+        for part in cast(Divided, span.step).parts()
         if (stage := part.details.get("stage")) is not None
     }
     return {stage: index for index, stage in enumerate(sorted(stages))}
 
 
-def _boxes(timeline: Timeline, spans: Iterable[Span], chunks: Mapping[int, int]) -> Iterator[Box]:
+def _boxes(timeline: Timeline, spans: Sequence[Span], chunks: Mapping[int, int]) -> Iterator[Box]:
+    divided = _divided(spans)
     for step, start, end in spans:
         box = partial(Box, float(start - timeline.start), float(end - timeline.start))
-        if isinstance(step, Divided):
-            parts = step.parts()
+        if type(step) in divided:
+            parts = cast(Divided, step).parts()
             edges = _HALVES if len(parts) > 1 else _WHOLE
             for part, (lower, upper) in zip(parts, edges, strict=True):
                 yield box(part.label, str(part.number), part.kind, _chunk(part, chunks), lower, upper, True)
@@ -161,6 +163,13 @@ def _boxes(timeline: Timeline, spans: Iterable[Span], chunks: Mapping[int, int])
         assert match is not None, "the pattern matches the empty text as well"
         # A label that begins with a number has no name before it, and then names itself.
         yield box(label, match[0].strip() or label, tone_of(label))
+
+
+def _divided(spans: Iterable[Span]) -> frozenset[type]:
+    """Returns the types of the steps that list their parts."""
+    # A protocol is slow to check, and a long run has a million steps of two types.
+    steps = {type(span.step): span.step for span in spans}
+    return frozenset(kind for kind, step in steps.items() if isinstance(step, Divided))
 
 
 def _chunk(part: Part, chunks: Mapping[int, int]) -> int:

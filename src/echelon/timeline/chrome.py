@@ -53,7 +53,7 @@ class _Clock(NamedTuple):
 
 def _events(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
     for rank in range(timeline.num_ranks):
-        yield _about(rank, _STEPS, "process_name", {"name": f"rank {rank}"})
+        yield _about(rank, _STEPS, "process_name", {"name": timeline.title_of(rank)})
         yield _about(rank, _STEPS, "process_sort_index", {"sort_index": rank})
         yield _about(rank, _STEPS, "thread_name", {"name": "steps"})
         for thread, _ in _lanes(timeline, rank):

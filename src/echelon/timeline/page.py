@@ -11,6 +11,7 @@ from echelon.timeline.widget.data import Data, panel_of
 from echelon.timeline.widget.markup import frame, resource, script, style, widget
 from echelon.timeline.words import title
 
+_MOST_STEPS = 20_000
 # Pixels of a notebook's cell around the rows: tools, titles, axes and legend.
 _AROUND, _PER_PANEL, _MOST_HEIGHT = 190, 110, 900
 
@@ -30,7 +31,10 @@ def page(timeline: Timeline, against: Timeline | None = None, padding: str = "20
 
 
 def notebook_cell(timeline: Timeline) -> str:
-    """Returns a timeline as the output of a notebook's cell."""
+    """Returns a timeline as the output of a notebook's cell. Of more than 20,000 steps it is text."""
+    # A notebook keeps its outputs, so a long run would make it tens of megabytes large.
+    if sum(map(len, timeline.steps)) > _MOST_STEPS:
+        return f"<pre>{escape(str(timeline))}</pre>"
     height = min(_MOST_HEIGHT, _AROUND + _PER_PANEL + 40 * sum(1 + len(lanes) for lanes in _lanes(timeline)))
     return frame(page(timeline, padding="4px"), title(timeline), height)
 

@@ -5,7 +5,7 @@ checks:
 
 - Kinds that occur in one picture stay apart, for normal sight and for the three kinds of colour blindness (as simulated
   by Machado, Oliveira and Fernandes, 2009).
-- The four kinds of a pipeline differ most, since they are narrow and lie next to each other.
+- The four kinds of a pipeline differ most, since they are narrow neighbours. They differ in lightness too, for print.
 - Text on a box has a contrast of at least 4.5 (WCAG 2.2, level AA).
 - One colour serves the light and the dark theme, so that the same picture in both has the same legend.
 """
@@ -37,12 +37,12 @@ Tone: TypeAlias = Literal[
 """Kind of a box. The first four are those of actions."""
 
 COLORS: Mapping[Tone, str] = {
-    "F": "#84abd3",
+    "F": "#8bb9e9",
     "I": "#f8cf5b",
-    "W": "#126c4a",
-    "B": "#e38c65",
+    "W": "#14583d",
+    "B": "#d17c54",
     "recompute": "#d3dabd",
-    "optimizer": "#8d7dbf",
+    "optimizer": "#6a549a",
     "compute": "#8792a8",
     "send": "#abe8ed",
     "receive": "#4177b3",

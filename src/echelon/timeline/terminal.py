@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from echelon.timeline.boxes import Box, Row, boxes_of
+from echelon.timeline.boxes import Box, Row, TimelineLayout, boxes_of
 from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, text_color
 from echelon.timeline.timeline import Cause, Divided, Span, Timeline
 from echelon.timeline.words import figures, title
@@ -54,6 +54,7 @@ BOTH_AT_ONCE = "&"
 """Overlapped step without colour."""
 HALVES = "▀"
 """Overlapped step in colour: the forward is the upper half, the backward the lower one."""
+_ACTIONS = ("F", "I", "B", "W")
 _TWO_SAMPLES = "▌"
 _BORDER = "▏"
 
@@ -80,17 +81,18 @@ _Step: TypeAlias = tuple[Box, ...]
 
 def as_text(timeline: Timeline, width: int = _WIDTH) -> str:
     """Returns a timeline as plain text: title, figures, a line per rank, and a legend."""
-    drawn = lines(timeline, width, in_color=False)
+    layout = boxes_of(timeline)
+    drawn = lines(layout, width, in_color=False)
     rows = ["".join(piece.text for piece in line).rstrip() for line in drawn[:_MOST_ROWS]]
     if len(drawn) > _MOST_ROWS:
         rows.append(f"and {len(drawn) - _MOST_ROWS} more rows: draw(FILE) draws them")
-    return "\n".join([title(timeline), figures(timeline), "", *rows, "", *legend(timeline, drawn, width)]).rstrip()
+    return "\n".join([title(timeline), figures(timeline), "", *rows, "", *legend(layout, drawn, width)]).rstrip()
 
 
-def legend(timeline: Timeline, drawn: Sequence[Line], width: int) -> list[str]:
+def legend(layout: TimelineLayout, drawn: Sequence[Line], width: int) -> list[str]:
     """Returns the lines of a legend without colour: only of signs that occur in the picture."""
     found: list[str] = []
-    for entry in _entries(timeline, drawn):
+    for entry in _entries(layout, drawn):
         if found and len(found[-1]) + 3 + len(entry) <= width:
             found[-1] += f"   {entry}"
         else:
@@ -98,23 +100,20 @@ def legend(timeline: Timeline, drawn: Sequence[Line], width: int) -> list[str]:
     return found
 
 
-def _entries(timeline: Timeline, drawn: Sequence[Line]) -> list[str]:
+def _entries(layout: TimelineLayout, drawn: Sequence[Line]) -> list[str]:
     # line[0] is the title, whose letters are no signs.
     shown = {character for line in drawn for piece in line[1:] for character in piece.text}
-    boxes = [box for box in boxes_of(timeline).boxes if box.is_action]
-    kinds = [tone for tone in NAMES if any(box.tone == tone for box in boxes)]
+    kinds = [tone for tone in layout.tones if tone in _ACTIONS]
     entries = [f"{kind} {NAMES[kind]}" for kind in kinds]
-    if any(box.chunk % 2 for box in boxes) and any(letter.lower() in shown for letter in kinds):
-        many = max(box.chunk for box in boxes) > 1
-        entries.append(f"lower case: {'every second' if many else 'second'} chunk")
+    if layout.num_chunks > 1 and any(letter.lower() in shown for letter in kinds):
+        entries.append(f"lower case: {'every second' if layout.num_chunks > 2 else 'second'} chunk")
     if BOTH_AT_ONCE in shown:
         entries.append(f"{BOTH_AT_ONCE} both at once")
     return entries + [f"{sign} {CAUSE_NAMES[cause]}" for cause, sign in IDLE.items() if sign.strip() and sign in shown]
 
 
-def lines(timeline: Timeline, width: int, in_color: bool) -> list[Line]:
-    """Lays a timeline out in at most `width` columns: one line per rank and one for each of its lanes."""
-    layout = boxes_of(timeline)
+def lines(layout: TimelineLayout, width: int, in_color: bool) -> list[Line]:
+    """Draws a timeline in at most `width` columns: one line per rank and one for each of its lanes."""
     titles = [f"{row.title}  " for row in layout.rows]
     margin = max(map(len, titles), default=0)
     steps = [[tuple(group) for _, group in groupby(row.boxes, key=_when)] for row in layout.rows]

@@ -166,6 +166,7 @@ class Timeline:
         beside: For each rank, lanes of spans that ran concurrently with its steps. Spans of a lane do not overlap. They
             count neither as busy nor as idle. Empty if there are none.
         name: Name of the schedule or plan, for the title of a picture.
+        titles: Title of each rank in a picture. Empty for "rank 0", "rank 1" and so on.
         unit: Unit of time.
         memory: For each rank, the memory that it holds, in order of time. Empty if it is not known.
         memory_unit: Unit of `memory`.
@@ -179,6 +180,7 @@ class Timeline:
     beside: tuple[tuple[tuple[Span, ...], ...], ...] = ()
     # Not compared: what ran and when is equal, whatever it is called.
     name: str = field(default="", compare=False)
+    titles: tuple[str, ...] = field(default=(), compare=False)
     unit: Unit = field(default="", compare=False)
     memory: Sequence[Sequence[Level]] = field(default=(), compare=False)
     memory_unit: MemoryUnit = field(default="", compare=False)
@@ -201,6 +203,10 @@ class Timeline:
     def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self.steps)
+
+    def title_of(self, rank: int) -> str:
+        """Returns the title of a rank in a picture, such as "rank 0"."""
+        return self.titles[rank] if self.titles else f"rank {rank}"
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:

@@ -304,6 +304,7 @@ class Played:
             starts=tuple(tuple(span.start for span in row) for row in rows),
             ends=tuple(tuple(span.end for span in row) for row in rows),
             beside=tuple(beside),
+            titles=tuple(f"rank {rank}" for rank in self.roles),
             unit="s",
         )
 

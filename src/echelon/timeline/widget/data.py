@@ -109,7 +109,7 @@ def _lane(timeline: Timeline, row: Row, length: float) -> Lane:
         gaps=[(float(gap.start) / length, float(gap.end) / length, gap.cause) for gap in row.gaps],
         memory=[(float(time) / length, float(held)) for time, held in row.memory] if peak else (),
         peak=memory_text(peak, timeline.memory_unit) if peak else "",
-        owner=f"rank {row.rank}",
+        owner=timeline.title_of(row.rank) if row.is_lane else "",
     )
 
 

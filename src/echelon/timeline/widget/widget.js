@@ -47,7 +47,7 @@ for (const root of document.querySelectorAll(".timeline")) {
     const part = parseInt(hex.slice(at, at + 2), 16) / 255;
     return sum + [0.2126, 0.7152, 0.0722][index] * (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
   }, 0);
-  const ink = data.tones.map(([, fill]) => luminance(fill) > 0.185 ? "#14171b" : "#ffffff");
+  const ink = data.tones.map(([, fill]) => luminance(fill) > 0.198 ? "#14171b" : "#ffffff");
   const amount = (value, [name, factor]) => `${+(value * factor).toPrecision(4)} ${name}`.trim();
   const time = (share, panel) => amount(share * panel.length, panel.scale);
 
