@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import importlib.util
 import json
@@ -38,7 +39,8 @@ def test_every_public_name_is_in_the_reference(tools):
     listed = {name for names in tools["api_pages"].contents().values() for name in names}
     short = {name.removeprefix("echelon.") for name in listed if name.count(".") == 1}
     for module in map(importlib.import_module, PUBLIC_MODULES):
-        for name in module.__all__:
+        defined = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        for name in getattr(module, "__all__", [name for name in defined if not name.startswith("_")]):
             is_page = f"{module.__name__}.{name}" in tools["api_pages"].contents()
             assert f"{module.__name__}.{name}" in listed or name in short or is_page, f"{module.__name__}.{name}"
 
@@ -108,6 +110,12 @@ class Site:
         pages = sorted(folder.rglob("index.html"))
         self.pages = [path.parent.relative_to(folder).as_posix().removeprefix(".") for path in pages]
 
+    def num_bytes(self, url):
+        """The bytes that a web server sends: text and drawings are compressed."""
+        path = self.folder / url.removeprefix(self.address).strip("/").partition("?")[0]
+        data = (path / "index.html" if path.is_dir() else path).read_bytes()
+        return len(data if path.suffix in (".png", ".ico") else gzip.compress(data))
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
@@ -136,10 +144,12 @@ def test_every_page_opens_without_complaint_and_is_small(width, site, browser):
             continue  # notes and sources of one form, whose width the other pages have tried
         browser.open(f"{site.address}/{page}/".replace("//", "/").replace(":/", "://"), width)
         faults += [f"{page}: {each}" for each in browser.complaints()]
-        requests = {url: size for url, size in browser.requests().items() if not url.startswith("data:")}
+        browser.value("for (const image of document.images) image.loading = 'eager'")
+        browser.wait("[...document.images].every(image => image.complete)")
+        requests = [url for url in browser.requests() if not url.startswith("data:")]
         faults += [f"{page}: asks for {url}" for url in requests if not url.startswith(site.address)]
         # The index of the search is loaded once, in a thread of its own.
-        size = sum(size for url, size in requests.items() if "search_index" not in url)
+        size = sum(site.num_bytes(url) for url in requests if "search_index" not in url)
         faults += [f"{page}: {size} bytes"] * (size >= 1_000_000)
         faults += [f"{page}: {each}" for each in browser.value(LOOKS)]
     assert not faults
