@@ -88,7 +88,9 @@ def _printed_by(command: str, folder: Path) -> str:
     done = subprocess.run(
         command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    return done.stdout + done.stderr
+    # Of launchers the ranks' output alone: what they say of themselves is no part of the program.
+    is_launcher = words[0] == "torchrun" or words[:2] == ["echelon", "run"]
+    return done.stdout if is_launcher and done.returncode == 0 else done.stdout + done.stderr
 
 
 def with_outputs(text: str, folder: Path, name: str) -> str:

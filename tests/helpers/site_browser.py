@@ -155,17 +155,10 @@ class Browser:
                 found.append(f"{params['response']['status']} {params['response']['url']}")
         return found
 
-    def requests(self) -> dict[str, int]:
-        """Returns the bytes of each address that was asked for since the page was opened."""
-        addresses, sizes = {}, {}
-        for event in self.events:
-            params = event["params"]
-            if event["method"] == "Network.requestWillBeSent":
-                addresses[params["requestId"]] = params["request"]["url"]
-                sizes.setdefault(params["request"]["url"], 0)
-            elif event["method"] == "Network.dataReceived" and params["requestId"] in addresses:
-                sizes[addresses[params["requestId"]]] += params["dataLength"]
-        return sizes
+    def requests(self) -> list[str]:
+        """Returns the addresses that were asked for since the page was opened."""
+        sent = (event["params"]["request"] for event in self.events if event["method"] == "Network.requestWillBeSent")
+        return list(dict.fromkeys(request["url"] for request in sent))
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
         """Writes a picture of the window, or of the whole page."""

@@ -65,11 +65,18 @@ def modules() -> dict[str, Module]:
     return {name: package if name == "echelon" else _module(name) for name in dict.fromkeys(names)}
 
 
+def public_names(tree: ast.Module) -> tuple[str, ...]:
+    """Returns the names that a module makes public: its `__all__`, else its classes and functions."""
+    listed = _tuple(tree, "__all__")
+    defined = (node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return listed or tuple(name for name in defined if not name.startswith("_"))
+
+
 def _module(name: str) -> Module:
     tree = _tree(name)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     imported = {alias.asname or alias.name: node.module or "" for node in imports for alias in node.names}
-    return Module(name, ast.get_docstring(tree) or "", _tuple(tree, "__all__"), imported)
+    return Module(name, ast.get_docstring(tree) or "", public_names(tree), imported)
 
 
 def _tree(name: str) -> ast.Module:
@@ -104,6 +111,11 @@ def contents() -> dict[str, list[str]]:
     return on_page
 
 
+def title(module: str) -> str:
+    """Returns the title of a module's page."""
+    return TITLES.get(module, module)
+
+
 def page_name(module: str) -> str:
     """Returns the file name of a module's page."""
     return f"reference/{module.removesuffix('.run').replace('.', '_')}.md"
@@ -114,12 +126,11 @@ def pages() -> dict[str, str]:
     found, on_page = modules(), contents()
     made = {}
     for module, names in on_page.items():
-        title = TITLES.get(module, f"`{module}`")
         docstring = found[module].docstring
         if module not in ("echelon", "echelon.foresight.run"):
             docstring = f"`import {module}`\n\n{docstring}"
         entries = "\n".join(_entry(name) for name in _sorted(names))
-        made[page_name(module)] = f"# {title}\n\n{docstring}\n\n{entries}"
+        made[page_name(module)] = f"# {title(module)}\n\n{docstring}\n\n{entries}"
     made["reference/index.md"] = _index(on_page)
     return made
 
@@ -147,5 +158,5 @@ def _index(on_page: dict[str, list[str]]) -> str:
     for module, names in on_page.items():
         page = page_name(module).removeprefix("reference/")
         links = ", ".join(f"[`{name.rpartition('.')[2]}`]({page}#{name})" for name in _sorted(names))
-        lines.append(f"| [{TITLES.get(module, module)}]({page}) | {links} |")
+        lines.append(f"| [{title(module)}]({page}) | {links} |")
     return "\n".join(lines) + "\n"

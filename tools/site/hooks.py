@@ -34,12 +34,23 @@ REPOSITORY = Repository(ROOT, repository_url())
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Names the repository, and shows the menu of versions if mike builds one of several."""
+    """Names the repository, lists the reference, and shows the menu of versions if mike builds one of several."""
     if REPOSITORY.url:
         config.repo_url = REPOSITORY.url
     if os.environ.get("MIKE_DOCS_VERSION"):  # else the page would ask for a list of versions that is not there
         config.extra["version"] = {"provider": "mike"}
+    for section in config.nav or ():
+        if "Reference" in section:
+            pages = section["Reference"]
+            end = pages.index({"Glossary": "glossary.md"})
+            pages[end:end] = [{api_pages.title(name): api_pages.page_name(name)} for name in api_pages.contents()]
     return config
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lets browsers load pictures when they come into view."""
+    del page, config, files
+    return html.replace("<img ", '<img loading="lazy" ')
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

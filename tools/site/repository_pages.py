@@ -16,8 +16,9 @@ FOLDERS = ("benchmarks", "conformance")
 PICTURES = (".png", ".svg", ".gif", ".jpg", ".webp")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".c": "c"}
 _CODE = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)[ \t]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
-# [text](target) and ![text](target "title"); then src="target" and its like in HTML.
+# [text](target) and ![text](target "title"); [name]: target; then src="target" and its like in HTML.
 _LINK = re.compile(r"(?P<before>\]\()(?P<target>[^()\s]+)(?P<after>(?:\s+\"[^\"]*\")?\))")
+_DEFINITION = re.compile(r"^(?P<before>\[[^\]]+\]:\s+)(?P<target>\S+)(?P<after>)", re.MULTILINE)
 _ATTRIBUTE = re.compile(r"(?P<before>\b(?:src|srcset|href)=\")(?P<target>[^\"]+)(?P<after>\")")
 
 
@@ -103,7 +104,8 @@ class Repository:
             return match[0] if link is None else f"{match['before']}{link}{hash_sign}{anchor}{match['after']}"
 
         def in_prose(prose: str) -> str:
-            prose = _LINK.sub(lambda match: replaced(match, False), prose)
+            for link in (_LINK, _DEFINITION):
+                prose = link.sub(lambda match: replaced(match, False), prose)
             # mkdocs leaves HTML as it is, so its links are those of the finished site.
             return _ATTRIBUTE.sub(lambda match: replaced(match, True), prose)
 
@@ -123,7 +125,7 @@ def _parts(text: str) -> Iterator[tuple[bool, str]]:
 def _targets(text: str) -> Iterator[str]:
     for is_code, part in _parts(text):
         if not is_code:
-            yield from (match["target"] for link in (_LINK, _ATTRIBUTE) for match in link.finditer(part))
+            yield from (match["target"] for link in (_LINK, _DEFINITION, _ATTRIBUTE) for match in link.finditer(part))
 
 
 def _shown(root: Path, path: str) -> str:
