@@ -30,9 +30,9 @@ def run(
 ) -> int:
     """Runs a script on several ranks of this host.
 
-    Writes a line on ranks, threads and backend to stderr, and at the end the first cause of a failure. Marks each line of output with its rank. When a
-    rank fails, the others are ended, and the exit status is that of the first failed rank. Options go before SCRIPT;
-    words after it are passed to the script.
+    Writes a line on ranks, threads and backend to stderr, and at the end the first cause of a failure. Marks each line
+    of output with its rank. When a rank fails, the others are ended, and the exit status is that of the first failed
+    rank. Options go before SCRIPT; words after it are passed to the script.
     """
     # Not typer's own error, which would not show the -n that stands after the script.
     if num_ranks is None:
