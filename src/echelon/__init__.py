@@ -37,6 +37,9 @@ from echelon.errors import (
     UnsupportedOp,
 )
 
+__version__: str
+"""Version of the installed package. Read on first use."""
+
 if TYPE_CHECKING:
     from echelon import amp as amp
     from echelon import checkpoint as checkpoint
@@ -132,7 +135,14 @@ __all__ = [
 ]
 
 
+_torch_versions.warn_if_old()
+
+
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # late: it takes 20 ms
+
+        return version("echelon")
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")  # which makes it an attribute of this module
     if name not in _WHERE:

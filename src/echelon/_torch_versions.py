@@ -9,6 +9,11 @@ Pure.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import re
+import sys
+import warnings
 from collections.abc import Iterable
 
 OLDEST = (2, 11)
@@ -136,6 +141,30 @@ def release(version: str) -> tuple[int, int]:
     """Returns major and minor number of a version."""
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)
+
+
+def installed() -> str:
+    """Returns the version of the installed torch, without importing it. Empty if there is none that can be read."""
+    if "torch" in sys.modules:
+        return str(getattr(sys.modules["torch"], "__version__", ""))
+    # Not importlib.metadata: it takes 50 ms, as long as the import of this package.
+    try:
+        spec = importlib.util.find_spec("torch")
+        places = (spec.submodule_search_locations if spec is not None else None) or ()
+        for place in places:
+            with open(os.path.join(place, "version.py"), encoding="utf-8") as file:
+                found = re.search(r"^__version__ = ['\"](\d+\.\d+[^'\"]*)", file.read(), re.MULTILINE)
+            return found[1] if found else ""
+    except (OSError, ImportError, ValueError):
+        pass
+    return ""
+
+
+def warn_if_old() -> None:
+    """Warns by one line if the installed torch is too old. `require` refuses it once torch is needed."""
+    version = installed()
+    if version and (found := problem(version, ())):
+        warnings.warn(f"{found}: {fix()}", stacklevel=3)
 
 
 def require() -> None:

@@ -374,7 +374,7 @@ def bad_calls(group):
 def test_bad_arguments_get_one_line_and_do_no_harm(run):
     for messages in run(bad_calls, 2):
         assert "src=2 is not a rank of this group of 2" in messages[0]
-        assert "use one of sum, mean, product" in messages[3]
+        assert "did you mean avg? There are sum, mean, product, " in messages[3]
         assert "cannot send to itself" in messages[2]
         assert "got [1]: choose another" in messages[8]
         assert "op=['sum']: use one of sum" in messages[9]

@@ -23,14 +23,16 @@ def run(
     ] = None,
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Do not say what is started.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Leave out the line on ranks, threads and backend.")
+    ] = False,
     grace: Annotated[float, typer.Option(help="Seconds for other ranks to report after the first failure.")] = GRACE,
 ) -> int:
     """Runs a script on several ranks of this host.
 
-    Says on stderr what is started, and at the end what failed first. Marks each line of output with its rank. When a
-    rank fails, the others are ended, and the exit status is that of the first failed rank. Options go before SCRIPT;
-    words after it are passed to the script.
+    Writes a line on ranks, threads and backend to stderr, and at the end the first cause of a failure. Marks each line
+    of output with its rank. When a rank fails, the others are ended, and the exit status is that of the first failed
+    rank. Options go before SCRIPT; words after it are passed to the script.
     """
     # Not typer's own error, which would not show the -n that stands after the script.
     if num_ranks is None:
