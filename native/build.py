@@ -66,7 +66,7 @@ def platform_tag() -> str:
 
 def library(machine: str = platform.machine()) -> Path:
     """Returns the path of the library in the package."""
-    return ROOT / "src" / "echelon" / "_native" / f"core-{machine}.so"
+    return ROOT / "src" / "echelon" / "_native" / "library" / f"core-{machine}.so"
 
 
 def compile_library(target: Path, compiler: Sequence[str], *more: str, folder: Path = ROOT / "native") -> None:
@@ -79,6 +79,7 @@ def compile_library(target: Path, compiler: Sequence[str], *more: str, folder: P
     made = target.with_name(f"{target.name}.{os.getpid()}")
     command = [*compiler, *_FLAGS, *more, "-o", str(made), *(str(folder / name) for name in SOURCES)]
     try:
+        target.parent.mkdir(exist_ok=True)
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         if done.returncode:
             raise BuildError(f"{compiler[0]} failed: {done.stderr.strip()[-2000:]}")

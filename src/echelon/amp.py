@@ -10,6 +10,8 @@ from torch import Tensor
 from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 
+__all__ = ["GradScaler"]
+
 
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for ranks that hold different gradients, as the stages of a Pipeline.

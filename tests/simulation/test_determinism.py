@@ -214,7 +214,7 @@ def test_what_runs_beside_has_rows_of_its_own(tmp_path):
     assert 0 == first.start < first.end <= second.start < second.end < 1.0
     assert timeline.busy[2] < 1.01
     timeline.draw(tmp_path / "timeline.svg")
-    assert (tmp_path / "timeline.svg").read_text().count(">beside<") == 5
+    assert (tmp_path / "timeline.svg").read_text().count(">communication<") == 5 + 1  # and the legend
     timeline.to_chrome(tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     threads = {

@@ -23,7 +23,8 @@ VARIABLE = "ECHELON_NATIVE"
 """Environment variable that turns the library off if it is "0"."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
 _VERSION = 1
-_PATH = Path(__file__).with_name(f"core-{platform.machine()}.so")
+# In a folder of its own: beside modules it would look like one.
+_PATH = Path(__file__).with_name("library") / f"core-{platform.machine()}.so"
 
 
 class Words(Protocol):
