@@ -63,7 +63,8 @@ class InvalidRank(EchelonError, ValueError):
         self.world_size = world_size
         kind = "" if isinstance(rank, int) else "an int, "
         ranks = "0" if world_size == 1 else f"0 to {world_size - 1}"
-        super().__init__(f"{what}={rank!r} is not a rank of this group of {world_size}: use {kind}{ranks}")
+        text = repr(rank) if isinstance(rank, int | str) else f"<{type(rank).__name__}>"
+        super().__init__(f"{what}={text} is not a rank of this group of {world_size}: use {kind}{ranks}")
 
 
 class InvalidWorldSize(EchelonError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from xml.etree import ElementTree
 
@@ -251,8 +252,9 @@ def test_two_plans_with_equal_costs_share_a_scale():
 
 def test_a_run_in_the_unit_of_its_plan_shares_its_scale():
     schedule = schedules.build("1f1b", 2, 8)
-    plan, run = schedule.simulate(Costs()), recorded(schedule, unit=1.1, wait=0.2)
+    plan, run = schedule.simulate(Costs()), replace(recorded(schedule, unit=1.1, wait=0.2), unit="s")
     above, below = panels(figure_of(run, against=plan))
+    assert above.get_xlabel() == below.get_xlabel() == "time (s)"
     assert above.get_xlim() == below.get_xlim() == (0, pytest.approx(run.makespan))
 
 
