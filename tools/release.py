@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_TIMEOUT = 600
+_TIMEOUT = 1800
 """Seconds for one command of README.md."""
 
 

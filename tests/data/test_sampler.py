@@ -14,6 +14,7 @@ import echelon
 from echelon.checkpoint import Store
 from echelon.data import DataLoader, DistributedSampler
 from echelon.errors import CollectiveMismatch, InvalidArgument
+from echelon.pipeline import Pipeline
 
 
 def run_for(group, num_samples, batch_size, num_steps, state, kind="loader"):
@@ -199,6 +200,31 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path):
     seen = [echelon.simulate(save_and_go_on, n, (str(tmp_path), 2)).results for n in (3, 2)]
     seen.append(echelon.simulate(save_and_go_on, 1, (str(tmp_path), None)).results)
     assert sorted(itertools.chain(*itertools.chain(*seen))) == list(range(24))
+
+
+def in_pipelines(group, num_replicas, path, until):
+    mesh = echelon.Mesh(group, dp=num_replicas, pp=2)
+    layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    pipe = Pipeline(layers, mesh["pp"], "1f1b", 2, nn.functional.mse_loss, data_parallel=mesh["dp"])
+    loader = DataLoader(TensorDataset(torch.arange(16.0)[:, None]), 2, shuffle=True, group=mesh["dp"])
+    store = Store(path)
+    store.load(model=pipe, loader=loader)
+    taken = []
+    for (batch,) in itertools.islice(loader, until):
+        pipe.step(batch, target=batch)
+        taken += batch.flatten().tolist()
+    store.save(len(taken) + num_replicas, model=pipe, loader=loader)
+    store.close()
+    return taken
+
+
+def test_all_stages_of_a_replica_have_its_samples_and_another_number_of_replicas_goes_on(tmp_path):
+    two = echelon.simulate(in_pipelines, 4, (2, str(tmp_path), 2)).results
+    one = echelon.simulate(in_pipelines, 2, (1, str(tmp_path), None)).results
+    assert two[0] == two[1]
+    assert two[2] == two[3]
+    assert one[0] == one[1]
+    assert sorted(two[0] + two[2] + one[0]) == list(range(16))
 
 
 class Stream(IterableDataset):
