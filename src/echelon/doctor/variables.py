@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 
-from echelon import operation_records
+from echelon import _native, operation_records
 from echelon.collectives.plans.algorithms.registry import OPERATIONS
 from echelon.collectives.plans.select import parse, variable_of
 from echelon.collectives.plans.tuning import from_text
@@ -21,6 +21,7 @@ KNOWN = frozenset(
         "ECHELON_BACKEND",
         "ECHELON_RUN_ID",
         "ECHELON_SECRET",
+        _native.VARIABLE,
         operation_records.VARIABLE,
         staging.VARIABLE,
         interface.VARIABLE,
