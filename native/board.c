@@ -13,7 +13,7 @@
 
 #include "shared.h"
 
-enum { MEETS_ONLY, REDUCES, RECEIVES };
+enum { MEETS_ONLY, REDUCES, RECEIVES, EXCHANGES };
 
 static char *part_of(const struct board *board, uint64_t rank) { return board->region + rank * board->rank_bytes; }
 
@@ -89,38 +89,63 @@ static int took_result(struct board *board) {
     for (uint64_t peer = 0; peer < board->num_ranks; peer++)
         if (peer != board->rank &&
             LOAD(word_of(board, peer, board->result_mark[board->number]), ACQUIRE) == board->mark_now) {
-            GET(board->tensor, part_of(board, peer) + board->result[board->number], board->num_bytes);
+            GET(board->target, part_of(board, peer) + board->result[board->number], board->num_bytes);
             return 1;
         }
     return 0;
 }
 
-static void reduce(struct board *board) {
-    int is_published = board->num_bytes <= board->result_bytes;
-    if (is_published && took_result(board))
+static char *small_of(const struct board *board, uint64_t peer) {
+    return part_of(board, peer) + board->small[board->number];
+}
+
+static void reduce_all(struct board *board) {
+    if (board->is_published && took_result(board))
         return;
     const void *sources[board->num_ranks];
     for (uint64_t peer = 0; peer < board->num_ranks; peer++) {
-        const char *small = part_of(board, peer) + board->small[board->number];
-        /* The tensor has this rank's values too, and is in its cache. */
-        sources[peer] = peer == board->rank ? board->tensor : (const void *)small;
+        /* This rank's own values are in its cache. `source` is the offset of the part that it reduces. */
+        sources[peer] = (peer == board->rank ? board->own : small_of(board, peer)) + board->source;
         if (peer != board->rank)
-            READS(small, board->num_bytes);
+            READS(sources[peer], board->num_bytes);
     }
-    board->combine(board->tensor, sources, board->num_ranks, board->count);
-    if (is_published) {
-        PUT(part_of(board, board->rank) + board->result[board->number], board->tensor, board->num_bytes);
+    board->combine(board->target, sources, board->num_ranks, board->count);
+    if (board->is_published) {
+        PUT(part_of(board, board->rank) + board->result[board->number], board->target, board->num_bytes);
         STORE(word_of(board, board->rank, board->result_mark[board->number]), board->mark_now, RELEASE);
     }
 }
 
+static int read_blocks(struct board *board) {
+    const char *plan = (const char *)board->plan;
+    const uint64_t *heads = (const uint64_t *)(plan + board->plan->heads);
+    for (uint64_t peer = 0; peer < board->num_ranks; peer++)
+        if (peer != board->rank) {
+            uint64_t num_bytes = heads[2 * peer + 1];
+            READS(small_of(board, peer), num_bytes);
+            if (memcmp(small_of(board, peer), plan + heads[2 * peer], num_bytes))
+                return CHANGED;
+        }
+    const struct read *reads = (const struct read *)(plan + board->plan->reads);
+    for (uint64_t i = 0; i < board->plan->num_reads; i++) {
+        struct read read = reads[i];
+        if (read.owner == board->rank)
+            memcpy(board->target + read.to, board->own + read.from, read.num_bytes);
+        else
+            GET(board->target + read.to, small_of(board, read.owner) + read.from, read.num_bytes);
+    }
+    return DONE;
+}
+
 int go_on(struct board *board) {
     int code = wait_for_peers(board);
-    if (code == DONE && board->act == REDUCES)
-        reduce(board);
-    if (code == DONE && board->act == RECEIVES)
-        GET(board->tensor, part_of(board, board->source) + board->small[board->number], board->num_bytes);
-    return code;
+    if (code != DONE)
+        return code;
+    if (board->act == REDUCES)
+        reduce_all(board);
+    if (board->act == RECEIVES)
+        GET(board->target, small_of(board, board->source), board->num_bytes);
+    return board->act == EXCHANGES ? read_blocks(board) : DONE;
 }
 
 int meet(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const uint64_t *words,
@@ -129,19 +154,22 @@ int meet(struct board *board, uint64_t mark, const char *text, uint64_t text_byt
     return go_on(board);
 }
 
-static void *own_small(const struct board *board, uint64_t mark) {
+static char *own_small(const struct board *board, uint64_t mark) {
     return part_of(board, board->rank) + board->small[mark >> 32 & 1];
 }
 
-int all_reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, void *tensor, uint64_t count,
-               combine_function combine, uint64_t itemsize) {
-    PUT(own_small(board, mark), tensor, count * itemsize);
+int reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes,
+           const struct reduction *reduction) {
+    PUT(own_small(board, mark), reduction->own, reduction->num_shown);
     announce(board, mark, text, text_bytes, NULL, 0);
-    board->act = REDUCES;
-    board->tensor = tensor;
-    board->count = count;
-    board->num_bytes = count * itemsize;
-    board->combine = combine;
+    board->act = reduction->count ? REDUCES : MEETS_ONLY;
+    board->own = reduction->own;
+    board->target = reduction->target;
+    board->source = reduction->begin;
+    board->count = reduction->count;
+    board->num_bytes = reduction->count * reduction->itemsize;
+    board->is_published = reduction->is_published && board->num_bytes <= board->result_bytes;
+    board->combine = reduction->combine;
     return go_on(board);
 }
 
@@ -152,9 +180,24 @@ int broadcast(struct board *board, uint64_t mark, const char *text, uint64_t tex
         PUT(own_small(board, mark), tensor, num_bytes);
     announce(board, mark, text, text_bytes, NULL, 0);
     board->act = is_source ? MEETS_ONLY : RECEIVES;
-    board->tensor = tensor;
+    board->target = tensor;
     board->num_bytes = num_bytes;
     board->source = source;
+    return go_on(board);
+}
+
+int exchange(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const struct plan *plan,
+             const char *own, char *target, const uint64_t *words, int num_words) {
+    const uint64_t *heads = (const uint64_t *)((const char *)plan + plan->heads);
+    char *small = own_small(board, mark);
+    PUT(small, (const char *)plan + heads[2 * board->rank], heads[2 * board->rank + 1]);
+    for (uint64_t i = 0; i < plan->num_writes; i++)
+        PUT(small + plan->write_to[i], own + plan->write_from[i], plan->write_bytes[i]);
+    announce(board, mark, text, text_bytes, words, num_words);
+    board->act = EXCHANGES;
+    board->plan = plan;
+    board->own = own;
+    board->target = target;
     return go_on(board);
 }
 

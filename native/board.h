@@ -9,7 +9,7 @@
 #include "combine.h"
 #include "waiting.h"
 
-enum code { DONE, WAITING, DIFFERS };
+enum code { DONE, WAITING, DIFFERS, NOT_SO, CHANGED };
 enum { NUM_WORDS = 14 };
 
 /* Private memory of the rank, made by Python, which fills in the first two groups. All fields have 64 bits. */
@@ -35,15 +35,41 @@ struct board {
     uint64_t peer, level, num_naps;
     /* Then: how the operation ends. */
     uint64_t act;
-    void *tensor;
-    uint64_t num_bytes, count, source;
+    const char *own;           /* this rank's data */
+    char *target;
+    uint64_t num_bytes, count; /* of the target */
+    uint64_t source, is_published;
     combine_function combine;
+    const struct plan *plan;
+};
+
+/* Part of a reduction: this rank shows `num_shown` bytes of `own`, and reduces `count` elements from byte `begin` on. */
+struct reduction {
+    const char *own;
+    char *target;
+    uint64_t num_shown, begin, count, itemsize, is_published;
+    combine_function combine;
+};
+
+/* Copy of a block of rank `owner`: `from` is an offset in its own memory if it is this rank, else beside its note. */
+struct read {
+    uint64_t owner, from, to, num_bytes;
+};
+
+/* An exchange that was made before: every rank's blocks begin with a header, and the headers were these. */
+struct plan {
+    uint64_t num_reads, reads;       /* offset of the reads in this plan; the same for headers */
+    uint64_t num_writes;             /* at most 2: blocks before and after the one that nobody reads */
+    uint64_t write_from[2], write_to[2], write_bytes[2];
+    uint64_t heads;                  /* for each rank: offset and length of its header in this plan */
 };
 
 /* Each returns a code. After WAITING call `go_on`; after DIFFERS `peer` has announced another operation. */
 int meet(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const uint64_t *words, int num_words);
-int all_reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, void *tensor, uint64_t count,
-               combine_function combine, uint64_t itemsize);
+int reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const struct reduction *reduction);
+/* CHANGED if a rank has another header than in the plan: nothing was read. */
+int exchange(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const struct plan *plan,
+             const char *own, char *target, const uint64_t *words, int num_words);
 int broadcast(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, void *tensor,
               uint64_t num_bytes, uint64_t source);
 int wait_for_all(struct board *board, uint64_t num_ticks);

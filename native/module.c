@@ -12,7 +12,7 @@
 #include "tensor.h"
 
 /* Raised with each change of a function's arguments or of a struct: echelon._native refuses another one. */
-enum { VERSION = 1, NOT_SO = 3, MAX_PARTS = 1024 };
+enum { VERSION = 2, MAX_PARTS = 1024 };
 /* From here on other threads may run meanwhile. */
 enum { LONG_COPY = 256 << 10 };
 
@@ -46,7 +46,7 @@ struct words {
     PyObject *owner;
 };
 
-static PyObject *words_class;
+static PyObject *words_class, *none;
 static size_t object_bytes;
 
 static struct words *words_in(PyObject *self) { return (struct words *)((char *)self + object_bytes); }
@@ -128,7 +128,10 @@ static PyObject *set_up(PyObject *self, PyObject *const *arguments, Py_ssize_t c
 
 static PyObject *use_tensors(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     (void)self;
-    return count == 3 ? PyBool_FromLong(open_exchange(arguments[0], arguments[1], arguments[2])) : wrong_call();
+    if (count != 4)
+        return wrong_call();
+    none = arguments[3];
+    return PyBool_FromLong(open_exchange(arguments[0], arguments[1], arguments[2]));
 }
 
 /* Memory */
@@ -195,24 +198,65 @@ static PyObject *call_meet(PyObject *self, PyObject *const *arguments, Py_ssize_
                                 words, (int)(count - 3)));
 }
 
+static PyObject *start_reduction(PyObject *const *arguments, struct reduction *reduction) {
+    uint64_t numbers[2];
+    char *text = PyBytes_AsString(arguments[2]);
+    if (!text || !read_numbers(arguments, 2, numbers))
+        return NULL;
+    return PyLong_FromLong(
+        reduce((struct board *)numbers[0], numbers[1], text, (uint64_t)PyBytes_Size(arguments[2]), reduction));
+}
+
 /* all_reduce(board, mark, note, op, number of bytes, tensor): NOT_SO if the tensor goes the long way. */
 static PyObject *call_all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
-    uint64_t numbers[2], more[2];
+    uint64_t numbers[2];
     struct view view;
+    combine_function combine;
     (void)self;
-    if (count != 6 || !read_numbers(arguments, 2, numbers) || !read_numbers(arguments + 3, 2, more))
+    if (count != 6 || !read_numbers(arguments + 3, 2, numbers))
         return wrong_call();
-    char *text = PyBytes_AsString(arguments[2]);
-    if (!text)
+    if (!view_of(arguments[5], &view) || (uint64_t)view.num_bytes != numbers[1] ||
+        !(combine = find_combine((int)numbers[0], view.dtype)))
+        return PyLong_FromLong(NOT_SO);
+    struct reduction reduction = {view.data, view.data, numbers[1], 0, (uint64_t)view.count, size_of(view.dtype), 1,
+                                  combine};
+    return start_reduction(arguments, &reduction);
+}
+
+/* reduce(board, mark, note, op, bytes shown, tensor, first byte, target): the part of the tensor as long as the target.
+ * A target of None: this rank reduces nothing. */
+static PyObject *call_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint64_t op, shown, begin;
+    struct view view, target = {NULL, 0, 0, 0};
+    combine_function combine;
+    (void)self;
+    if (count != 8 || !read_numbers(arguments + 3, 1, &op) || !read_numbers(arguments + 4, 1, &shown) ||
+        !read_numbers(arguments + 6, 1, &begin))
+        return wrong_call();
+    if (!view_of(arguments[5], &view) || !(combine = find_combine((int)op, view.dtype)))
+        return PyLong_FromLong(NOT_SO);
+    if (view_of(arguments[7], &target) ? target.dtype != view.dtype : arguments[7] != none)
+        return PyLong_FromLong(NOT_SO);
+    if (shown > (uint64_t)view.num_bytes || begin + (uint64_t)target.num_bytes > (uint64_t)view.num_bytes)
+        return PyLong_FromLong(NOT_SO);
+    struct reduction reduction = {view.data, target.data, shown, begin, (uint64_t)target.count, size_of(view.dtype), 0,
+                                  combine};
+    return start_reduction(arguments, &reduction);
+}
+
+/* exchange(board, mark, note, plan, address of own blocks, address of the target, number, ...) */
+static PyObject *call_exchange(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint64_t numbers[2], addresses[2], words[NUM_WORDS];
+    (void)self;
+    if (count < 6 || count > 6 + NUM_WORDS || !read_numbers(arguments, 2, numbers) ||
+        !read_numbers(arguments + 4, 2, addresses) || !read_numbers(arguments + 6, count - 6, words))
+        return wrong_call();
+    char *text = PyBytes_AsString(arguments[2]), *plan = PyBytes_AsString(arguments[3]);
+    if (!text || !plan)
         return NULL;
-    if (!view_of(arguments[5], &view) || (uint64_t)view.num_bytes != more[1])
-        return PyLong_FromLong(NOT_SO);
-    combine_function function = find_combine((int)more[0], view.dtype);
-    if (!function)
-        return PyLong_FromLong(NOT_SO);
-    return PyLong_FromLong(all_reduce((struct board *)numbers[0], numbers[1], text,
-                                      (uint64_t)PyBytes_Size(arguments[2]), view.data, (uint64_t)view.count, function,
-                                      size_of(view.dtype)));
+    return PyLong_FromLong(exchange((struct board *)numbers[0], numbers[1], text,
+                                    (uint64_t)PyBytes_Size(arguments[2]), (const struct plan *)plan,
+                                    (const char *)addresses[0], (char *)addresses[1], words, (int)(count - 6)));
 }
 
 /* broadcast(board, mark, note, source, number of bytes, tensor) */
@@ -274,6 +318,8 @@ __attribute__((visibility("default"))) PyMethodDef echelon_methods[] = {
     {"combine", combine, METH_FASTCALL, NULL},
     {"meet", call_meet, METH_FASTCALL, NULL},
     {"all_reduce", call_all_reduce, METH_FASTCALL, NULL},
+    {"reduce", call_reduce, METH_FASTCALL, NULL},
+    {"exchange", call_exchange, METH_FASTCALL, NULL},
     {"broadcast", call_broadcast, METH_FASTCALL, NULL},
     {"wait_for_all", call_wait_for_all, METH_FASTCALL, NULL},
     {"wait_for_mark", call_wait_for_mark, METH_FASTCALL, NULL},

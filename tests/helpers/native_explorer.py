@@ -56,7 +56,7 @@ class Library:
 
     def __init__(self, path):
         self.core = _native.load(path)
-        self.core.use_tensors(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter)
+        self.core.use_tensors(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter, None)
         self._set = ctypes.PyDLL(str(path)).set_explore
         self._set.argtypes = (_CALLBACK,)
 

@@ -5,6 +5,7 @@ import random
 import torch
 
 from echelon.backends.formats import memory_layout
+from echelon.backends.shared.collectives import exchange
 from echelon.errors import CollectiveMismatch
 from tests.helpers.collective_calls import call_of
 from tests.helpers.native_explorer import GaveUp, Race, boards
@@ -62,6 +63,57 @@ def broadcasts(explorer, blocks, seed):
             assert board.broadcast(call_of(number, "broadcast"), source, tensor.nbytes, tensor)
             explorer.check()
             assert torch.equal(tensor, values(number, source, 2)), f"#{number}: {tensor}"
+
+    add_all(explorer, blocks, program)
+
+
+def reductions(explorer, blocks, seed):
+    """Parts go to one rank, or each rank reduces its own."""
+
+    def program(board):
+        count, rank = len(blocks), board.rank
+        for number in range(1, NUM_OPERATIONS + 1):
+            tensor = values(number, rank, 2 * count)
+            total = reduced(number, range(count), 2 * count)
+            call = call_of(number, "reduction")
+            if (number + seed) % 2:
+                dst = number % count
+                shown, out = (0, tensor) if rank == dst else (tensor.nbytes, None)
+                assert board.reduce(call, SUM, shown, tensor, 0, out)
+                want = total if rank == dst else values(number, rank, 2 * count)
+                got = tensor
+            else:
+                got, want = torch.empty(2), total[2 * rank : 2 * rank + 2]
+                assert board.reduce(call, SUM, tensor.nbytes, tensor, 8 * rank, got)
+            explorer.check()
+            assert torch.equal(got, want), f"#{number}: {got}"
+
+    add_all(explorer, blocks, program)
+
+
+def exchanges(explorer, blocks, seed):
+    """Every rank sends every rank a block. In one operation rank 1 has other blocks than the others expect."""
+    count = len(blocks)
+    changed = seed % NUM_OPERATIONS + 1
+
+    def block(number, rank, peer):
+        return torch.full((2,), 100.0 * number + 10 * rank + peer)
+
+    def program(board):
+        rank = board.rank
+        heads = [exchange._head((8,) * count, (1,) * count, owner, 1 << 20) for owner in range(count)]
+        for number in range(1, NUM_OPERATIONS + 1):
+            own = torch.cat([block(number, rank, peer) for peer in range(count)])
+            got = torch.zeros(2 * count)
+            known = list(heads)
+            if number == changed and rank == 1:
+                known[1] = exchange._head((8,) * count, (2,) * count, 1, 1 << 20)
+            plan = exchange._known(rank, known, range(count), rank, True).plan
+            done = board.exchange(call_of(number, "exchange"), plan, own.data_ptr(), got.data_ptr())
+            explorer.check()
+            assert done == (number != changed or rank == 1), f"#{number} on rank {rank}: {done}"
+            want = torch.cat([block(number, owner, rank) for owner in range(count)])
+            assert torch.equal(got, want if done else torch.zeros(2 * count)), f"#{number}: {got}"
 
     add_all(explorer, blocks, program)
 
@@ -153,6 +205,10 @@ ALL = {
     "all-reduces of three": (all_reduces, 3, {"crowded": True}),
     "broadcasts": (broadcasts, 2, {}),
     "broadcasts of three": (broadcasts, 3, {}),
+    "reductions": (reductions, 2, {}),
+    "reductions of three": (reductions, 3, {"crowded": True}),
+    "exchanges": (exchanges, 2, {}),
+    "exchanges of three": (exchanges, 3, {}),
     "ticks": (ticks, 2, {}),
     "disagreements": (disagreements, 2, {}),
     "withdrawals": (withdrawals, 2, {}),

@@ -83,10 +83,10 @@ class Mutation(NamedTuple):
 
 
 _TICK = "STORE(own, ++board->ticks, RELEASE);"
-_PUT_DATA = "    PUT(own_small(board, mark), tensor, count * itemsize);\n"
-_ANNOUNCE = "    announce(board, mark, text, text_bytes, NULL, 0);\n    board->act = REDUCES;\n"
+_PUT_DATA = "    PUT(own_small(board, mark), reduction->own, reduction->num_shown);\n"
+_ANNOUNCE = "    announce(board, mark, text, text_bytes, NULL, 0);\n"
 _FENCED_SLEEP = "STORE(asleep, 1, RELAXED);\n        FENCE();\n"
-_PUBLISHED = "PUT(part_of(board, board->rank) + board->result[board->number], board->tensor, board->num_bytes);"
+_PUBLISHED = "PUT(part_of(board, board->rank) + board->result[board->number], board->target, board->num_bytes);"
 _RESULT_MARK = "STORE(word_of(board, board->rank, board->result_mark[board->number]), board->mark_now, RELEASE);"
 _PEER_ASLEEP = "if (peer != board->rank && LOAD(word_of(board, peer, board->asleep), RELAXED))"
 _NOTE = "PUT(own + board->note[number], text, text_bytes);"
@@ -143,8 +143,40 @@ MUTATIONS = [
         "a tick before the data",
         "board.c",
         _PUT_DATA + _ANNOUNCE,
-        _ANNOUNCE.replace("NULL, 0);", "NULL, 0);\n" + _PUT_DATA.rstrip("\n")),
+        _ANNOUNCE + _PUT_DATA,
         "all-reduces",
+    ),
+    Mutation(
+        "a tick before the header of blocks",
+        "board.c",
+        "    PUT(small, (const char *)plan + heads[2 * board->rank], heads[2 * board->rank + 1]);\n",
+        "    PUT(small, text, 1);\n",
+        "exchanges",
+    ),
+    Mutation(
+        "a tick before the blocks",
+        "board.c",
+        "    for (uint64_t i = 0; i < plan->num_writes; i++)\n"
+        "        PUT(small + plan->write_to[i], own + plan->write_from[i], plan->write_bytes[i]);\n"
+        "    announce(board, mark, text, text_bytes, words, num_words);\n",
+        "    announce(board, mark, text, text_bytes, words, num_words);\n"
+        "    for (uint64_t i = 0; i < plan->num_writes; i++)\n"
+        "        PUT(small + plan->write_to[i], own + plan->write_from[i], plan->write_bytes[i]);\n",
+        "exchanges",
+    ),
+    Mutation(
+        "headers that are not compared",
+        "board.c",
+        "if (memcmp(small_of(board, peer), plan + heads[2 * peer], num_bytes))",
+        "if (0)",
+        "exchanges",
+    ),
+    Mutation(
+        "a part of other elements",
+        "board.c",
+        "small_of(board, peer)) + board->source;",
+        "small_of(board, peer));",
+        "reductions",
     ),
     Mutation("a tick before the note", "board.c", _NOTE, f"tick(board);\n{_NOTE}\nboard->ticks--;", "all-reduces"),
     Mutation(
@@ -192,8 +224,8 @@ MUTATIONS = [
         "board->small[mark >> 32 & 1]",
         "board->small[0]",
         "all-reduces",
-        "board->small[board->number];\n        /*",
-        "board->small[0];\n        /*",
+        "part_of(board, peer) + board->small[board->number]",
+        "part_of(board, peer) + board->small[0]",
     ),
     Mutation(
         "a result of another operation",
@@ -232,8 +264,8 @@ MUTATIONS = [
         "a broadcast read before the meeting",
         "board.c",
         "    board->source = source;\n",
-        "    board->source = source;\n    if (!is_source)\n        GET(tensor, part_of(board, source) + "
-        "board->small[board->number], num_bytes), board->act = MEETS_ONLY;\n",
+        "    board->source = source;\n    if (!is_source)\n        GET(tensor, small_of(board, source), num_bytes), "
+        "board->act = MEETS_ONLY;\n",
         "broadcasts",
     ),
 ]

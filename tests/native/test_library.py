@@ -1,5 +1,6 @@
 """The native library as Python sees it: its words, its absence, its build."""
 
+import ctypes
 import os
 import platform
 import runpy
@@ -131,13 +132,23 @@ def test_a_processor_without_a_library_is_refused(monkeypatch):
     assert support.obstacle() == "the native library was not built"
 
 
-def test_the_structs_are_those_of_the_sources():
-    text = (FOLDER / "board.h").read_text()
-    assert "enum { NUM_WORDS = 14 };" in text
-    names = [name for name, *_ in _native.Board._fields_]
-    struct = text[text.index("struct board {") : text.index("};", text.index("struct board {"))]
-    at = [struct.index(f"{name}") for name in names]
-    assert len(at) == len(names)
+@pytest.mark.parametrize("struct", [_native.Board, _native.Waiter])
+def test_the_structs_are_those_of_the_sources(struct, tmp_path):
+    compiler = BUILD["system_compiler"]()
+    if compiler is None:
+        pytest.skip("it needs a C compiler of the system")
+    name = struct.__name__.lower()
+    lines = [f'printf("%zu ", offsetof(struct {name}, {field}));' for field, *_ in struct._fields_]
+    source = tmp_path / "offsets.c"
+    source.write_text(
+        f'#include <stdio.h>\n#include "board.h"\nint main(void) {{ {" ".join(lines)} '
+        f'printf("%zu", sizeof(struct {name})); return 0; }}\n'
+    )
+    program = tmp_path / "offsets"
+    subprocess.run([*compiler, f"-I{FOLDER}", "-o", str(program), str(source)], check=True, timeout=50)
+    printed = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=50).stdout
+    offsets = [getattr(struct, field).offset for field, *_ in struct._fields_]
+    assert [*map(int, printed.split())] == [*offsets, ctypes.sizeof(struct)]
 
 
 def test_a_compiler_that_fails_is_told_of_and_leaves_nothing(tmp_path):

@@ -36,7 +36,8 @@ static void *run(void *argument) {
         uint64_t count = number % 7 ? 3 : LENGTH;
         for (uint64_t i = 0; i < count; i++)
             values[i] = (float)(number + rank * 1000 + i);
-        int code = all_reduce(&board, number << 32 | 7, "note", 5, values, count, find_combine(SUM, F32), 4);
+        struct reduction reduction = {(char *)values, (char *)values, count * 4, 0, count, 4, 1, find_combine(SUM, F32)};
+        int code = reduce(&board, number << 32 | 7, "note", 5, &reduction);
         while (code == WAITING)
             code = go_on(&board);
         for (uint64_t i = 0; i < count; i++)

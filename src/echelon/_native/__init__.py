@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 VARIABLE = "ECHELON_NATIVE"
 """Environment variable that turns the library off if it is "0"."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
-_VERSION = 1
+_VERSION = 2
 # In a folder of its own: beside modules it would look like one.
 _PATH = Path(__file__).with_name("library") / f"core-{platform.machine()}.so"
 
@@ -49,6 +49,8 @@ class Code:
     """Peer `peer` of the board has announced another operation, or has withdrawn its announcement."""
     NOT_SO = 3
     """The tensor, or the reduction, is not for this function. Nothing was done."""
+    CHANGED = 4
+    """All ranks have met, and a rank has other blocks than before. Nothing was read."""
 
 
 class Waiter(ctypes.Structure):
@@ -75,7 +77,8 @@ class Board(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("ticks", "announced", "number", "mark_now", "text", "text_bytes")),
         ("written", ctypes.c_uint64 * 2),
         *((name, ctypes.c_uint64) for name in ("waits_for_words", "peer", "level", "num_naps")),
-        *((name, ctypes.c_uint64) for name in ("act", "tensor", "num_bytes", "count", "source", "combine")),
+        *((name, ctypes.c_uint64) for name in ("act", "own", "target", "num_bytes", "count")),
+        *((name, ctypes.c_uint64) for name in ("source", "is_published", "combine", "plan")),
     )
     if TYPE_CHECKING:
         region: int
@@ -161,7 +164,7 @@ copy: Callable[[int, int, int], Any] = core.copy
 """Copies bytes: takes the addresses of target and source, and their number."""
 combine: Callable[..., bool] = core.combine
 """Reduces tensors: takes an index of `OPS`, the target, and the sources. False if nothing was done."""
-use_tensors: Callable[[object, type, type], bool] = core.use_tensors
+use_tensors: Callable[[object, type, type, None], bool] = core.use_tensors
 """Has `combine` and the board take tensors: by DLPack's table of functions, and the classes that are ordinary."""
 OPS = ("sum", "mean", "max", "min")
 """Reductions that the library has."""

@@ -84,7 +84,7 @@ _OPERATORS = {
 
 OP_NUMBERS = {name: number for number, name in enumerate(OPS)}
 """Reductions that the native library has, as it numbers them."""
-use_tensors(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter)
+use_tensors(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter, None)
 
 
 _TORCH_NAMES = {"avg": "mean", **{name.upper(): name for name in _OPERATORS}, "AVG": "mean"}

@@ -15,7 +15,7 @@ takes less time than waiting until all have read.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -152,8 +152,15 @@ class Exchange(NamedTuple):
         if head.is_shown and whole is not None and sizes:
             _write(rooms.small_at(shared.rank, number), whole.data_ptr(), head)
         shared.board.meet(call, reach.words)
+        return cls.after_meeting(shared, call, whole, head, reach)
+
+    @classmethod
+    def after_meeting(
+        cls, shared: Shared, call: OperationRecord, whole: torch.Tensor | None, head: Head, reach: SymmetricView
+    ) -> Exchange:
+        """Reads the headers of the other ranks. All have announced their blocks; `head` is of this rank's."""
         heads = [
-            head if rank == shared.rank else _read_head(rooms.read_text(rank, number))
+            head if rank == shared.rank else _read_head(shared.rooms.read_text(rank, call.sequence))
             for rank in range(shared.num_ranks)
         ]
         return cls(shared, call, whole, heads, reach)
@@ -259,15 +266,114 @@ class Exchange(NamedTuple):
         stream(self.shared, self.call, -(-longest // width), write if shown else pass_by, read if wanted else pass_by)
 
 
-def _write(place: int, blocks: int, head: Head) -> None:
-    """Copies a rank's blocks from one address to its buffer at another."""
-    offsets, starts = head.offsets, head.starts
+class _Known(NamedTuple):
+    """Exchange that was made, for the next one like it."""
+
+    head: Head
+    """Of this rank."""
+    heads: Sequence[Head]
+    plan: bytes
+
+
+class Repeated:
+    """Exchange of a prepared collective: mostly the blocks of all ranks are as long as the last time.
+
+    Then one call of the native library writes this rank's blocks, meets, compares the headers of all ranks with those
+    of the last time, and reads.
+    """
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+
+    def run(
+        self,
+        shared: Shared,
+        call: OperationRecord,
+        shown: Shown,
+        owners: Sequence[int],
+        number: int,
+        make_result: Callable[[Sequence[Head]], torch.Tensor | None],
+    ) -> torch.Tensor | None:
+        """Exchanges blocks and returns the result. Blocks until all ranks have announced theirs.
+
+        Args:
+            shared: by the group.
+            call: the operation.
+            shown: this rank's blocks.
+            owners, number: see `Exchange.collect`.
+            make_result: returns the tensor to overwrite, contiguous, from the headers of all ranks; None: this rank
+                reads nothing.
+
+        Raises:
+            CollectiveMismatch: a rank has announced another operation.
+        """
+        whole, sizes, facts, unread = shown
+        known = self._known
+        if known is not None and known.head is _head(sizes, facts, unread, memory_layout.SHOWN_BYTES):
+            result = make_result(known.heads)
+            reach = shared.symmetric.reach(whole)
+            own = whole.data_ptr() if whole is not None else 0
+            target = result.data_ptr() if result is not None else 0
+            if shared.board.exchange(call, known.plan, own, target, reach.words):
+                return result
+            exchange = Exchange.after_meeting(shared, call, whole, known.head, reach)
+        else:
+            exchange = Exchange.meet(shared, call, whole, sizes, facts, unread)
+        result = make_result(exchange.heads)
+        exchange.collect(result, owners, number)
+        is_read = result is not None
+        self._known = _known(shared.rank, exchange.heads, owners if is_read else (), number, whole is not None)
+        return result
+
+
+class Shown(NamedTuple):
+    """Blocks that a rank shows, see `Exchange.meet`."""
+
+    whole: torch.Tensor | None
+    sizes: tuple[int, ...] = ()
+    facts: tuple[int, ...] = ()
+    unread: int | None = None
+
+
+def _known(rank: int, heads: Sequence[Head], owners: Sequence[int], number: int, has_blocks: bool) -> _Known | None:
+    """Returns an exchange with its plan, `struct plan` of the library. None if blocks do not lie beside the notes."""
+    if not all(head.is_shown for head in heads):
+        return None
+    head = heads[rank]
+    reads: list[int] = []
+    to = 0
+    for owner in owners:
+        own = has_blocks and owner == rank
+        begins = heads[owner].offsets if own else heads[owner].starts
+        reads += (owner, begins[number], to, heads[owner].sizes[number])
+        to += heads[owner].sizes[number]
+    writes = _writes(head) if has_blocks and head.sizes else []
+    columns = zip(*(writes + [(0, 0, 0)] * (2 - len(writes))), strict=True)
+    # Ten words, the reads, the headers' positions, the headers.
+    reads_at = 10 * memory_layout.WORD_BYTES
+    heads_at = reads_at + len(reads) * memory_layout.WORD_BYTES
+    texts_at = heads_at + 2 * len(heads) * memory_layout.WORD_BYTES
+    starts = accumulate((len(head.text) for head in heads), initial=texts_at)
+    places = [word for head, start in zip(heads, starts, strict=False) for word in (start, len(head.text))]
+    words = [len(owners), reads_at, len(writes), *(word for column in columns for word in column), heads_at]
+    return _Known(head, heads, array("Q", [*words, *reads, *places]).tobytes() + b"".join(h.text for h in heads))
+
+
+def _writes(head: Head) -> list[tuple[int, int, int]]:
+    """Returns the copies of a rank's blocks to its buffer: offsets from and to, and bytes."""
     before = len(head.sizes) if head.unread is None else head.unread
     # Two copies at most: the blocks before the unread one, and the blocks after it.
-    copy(place + starts[0], blocks, offsets[before])
+    copies = [(0, head.starts[0], head.offsets[before])]
     if head.unread is not None:
-        after = offsets[before + 1]
-        copy(place + starts[before], blocks + after, offsets[-1] - after)
+        after = head.offsets[before + 1]
+        copies.append((after, head.starts[before], head.offsets[-1] - after))
+    return copies
+
+
+def _write(place: int, blocks: int, head: Head) -> None:
+    """Copies a rank's blocks from one address to its buffer at another."""
+    for source, target, num_bytes in _writes(head):
+        copy(place + target, blocks + source, num_bytes)
 
 
 # Cached: programs repeat the same sizes, and a header costs several tuples.

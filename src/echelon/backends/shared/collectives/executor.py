@@ -21,6 +21,7 @@ from echelon.backends.collective import Collective, CollectiveExecutor, Run
 from echelon.backends.formats import memory_layout
 from echelon.backends.lanes import InOrder
 from echelon.backends.shared.collectives import moving, reducing
+from echelon.backends.shared.collectives.exchange import Repeated
 from echelon.backends.shared.collectives.rank_region import RankRegions, Shared
 from echelon.backends.shared.collectives.symmetric import SymmetricMemory
 from echelon.backends.shared.collectives.sync_block import SyncBlock
@@ -155,12 +156,12 @@ _ACTS: Mapping[str, Callable[[Collective], _Act]] = {
     "reduce": lambda collective: partial(reducing.reduce, collective.root, collective.reduction),
     "reduce_scatter": lambda collective: partial(reducing.reduce_scatter, collective.reduction),
     "broadcast": lambda collective: partial(moving.broadcast, collective.root),
-    "all_gather": lambda _: moving.all_gather,
-    "gather": lambda collective: partial(moving.gather, collective.root),
-    "scatter": lambda collective: partial(moving.scatter, collective.root),
-    "all_to_all": lambda collective: partial(moving.all_to_all, collective),
+    "all_gather": lambda _: partial(moving.all_gather, Repeated()),
+    "gather": lambda collective: partial(moving.gather, collective.root, Repeated()),
+    "scatter": lambda collective: partial(moving.scatter, collective.root, Repeated()),
+    "all_to_all": lambda collective: partial(moving.all_to_all, collective, Repeated()),
     # Only gathers exchange numbers of rows. All but the source have none.
-    "broadcast_rows": lambda _: moving.all_gather,
+    "broadcast_rows": lambda _: partial(moving.all_gather, Repeated()),
     "barrier": lambda _: moving.barrier,
     "empty": lambda collective: partial(_allocate, collective),
 }

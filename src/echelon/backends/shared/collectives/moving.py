@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from echelon.backends.collective import Collective, received_buffer, result_buffer
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import dtype_code, dtype_of
-from echelon.backends.shared.collectives.exchange import Exchange
+from echelon.backends.shared.collectives.exchange import Exchange, Head, Repeated, Shown
 from echelon.backends.shared.collectives.rank_region import Shared
 from echelon.operation_records import OperationRecord
 
@@ -48,43 +49,62 @@ def broadcast(
     return tensor
 
 
-def all_gather(shared: Shared, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def all_gather(
+    repeated: Repeated, shared: Shared, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor:
     """Returns the rows of all ranks, in rank order. Ranks may have different numbers of rows."""
-    return _collect(_show_rows(shared, call, rows, None), rows, out)
+    result = repeated.run(
+        shared, call, _rows(rows), range(shared.num_ranks), 0, lambda heads: _gathered(heads, rows, out)
+    )
+    assert result is not None
+    return result
 
 
 def gather(
-    dst: int, shared: Shared, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
+    dst: int, repeated: Repeated, shared: Shared, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Returns the rows of all ranks on rank `dst`. None on the others."""
     if shared.rank == dst:
         # Block 0 of `dst` is marked unread: nobody else needs its rows, so they are not written.
-        return _collect(_show_rows(shared, call, rows, 0), rows, out)
+        shown = _rows(rows)._replace(unread=0)
+        return repeated.run(shared, call, shown, range(shared.num_ranks), 0, lambda heads: _gathered(heads, rows, out))
     # Reads nothing, but must take part: readers of its block may still be busy.
-    _show_rows(shared, call, rows, None).collect(None, ())
-    return None
+    return repeated.run(shared, call, _rows(rows), (), 0, lambda _: None)
 
 
 def scatter(
-    src: int, shared: Shared, call: OperationRecord, tensor: torch.Tensor | None, out: torch.Tensor | None
+    src: int,
+    repeated: Repeated,
+    shared: Shared,
+    call: OperationRecord,
+    tensor: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Returns this rank's part of rank `src`'s tensor, split along dim 0. Only `src` knows its shape and dtype."""
     rank, count = shared.rank, shared.num_ranks
+    shown = Shown(None)
     if tensor is not None and rank == src:
         whole = tensor.contiguous()
         facts = (dtype_code(whole.dtype), *whole.shape)
-        exchange = Exchange.meet(shared, call, whole, _even(len(whole), count, _row_bytes(whole)).sizes, facts, src)
-    else:
-        exchange = Exchange.meet(shared, call, None, ())
-    # Shape and dtype travel as facts in the header of `src`.
-    code, num_rows, *rest = exchange.heads[src].facts
-    part = received_buffer(out, (_even(num_rows, count, 0).counts[rank], *rest), dtype_of(code), _CPU, tensor)
-    exchange.collect(part, (src,), rank)
+        shown = Shown(whole, _even(len(whole), count, _row_bytes(whole)).sizes, facts, src)
+
+    def make_part(heads: Sequence[Head]) -> torch.Tensor:
+        # Shape and dtype travel as facts in the header of `src`.
+        code, num_rows, *rest = heads[src].facts
+        return received_buffer(out, (_even(num_rows, count, 0).counts[rank], *rest), dtype_of(code), _CPU, tensor)
+
+    part = repeated.run(shared, call, shown, (src,), rank, make_part)
+    assert part is not None
     return part
 
 
 def all_to_all(
-    collective: Collective, shared: Shared, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
+    collective: Collective,
+    repeated: Repeated,
+    shared: Shared,
+    call: OperationRecord,
+    rows: torch.Tensor,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[int]]:
     """Sends `in_splits[r]` rows to each rank r. Returns the rows received, in rank order, and their numbers.
 
@@ -93,23 +113,26 @@ def all_to_all(
     rank, count, whole = shared.rank, shared.num_ranks, rows.contiguous()
     row_bytes, splits = _row_bytes(whole), collective.in_splits
     parts = _even(len(whole), count, row_bytes) if splits is None else _Parts.of(splits, row_bytes)
-    exchange = Exchange.meet(shared, call, whole, parts.sizes, parts.counts, rank)
-    counts = [head.facts[rank] for head in exchange.heads]
-    result = result_buffer(out, (sum(counts), *rows.shape[1:]), rows)
-    exchange.collect(result, range(count), rank)
+    counts: list[int] = []
+
+    def make_result(heads: Sequence[Head]) -> torch.Tensor:
+        counts[:] = [head.facts[rank] for head in heads]
+        return result_buffer(out, (sum(counts), *rows.shape[1:]), rows)
+
+    shown = Shown(whole, parts.sizes, parts.counts, rank)
+    result = repeated.run(shared, call, shown, range(count), rank, make_result)
+    assert result is not None
     return result, counts
 
 
-def _show_rows(shared: Shared, call: OperationRecord, rows: torch.Tensor, unread: int | None) -> Exchange:
+def _rows(rows: torch.Tensor) -> Shown:
     whole = rows.contiguous()
-    return Exchange.meet(shared, call, whole, (whole.nbytes,), (len(whole),), unread)
+    return Shown(whole, (whole.nbytes,), (len(whole),))
 
 
-def _collect(exchange: Exchange, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Reads the rows of all ranks into `out` if they fit there, else into a new result."""
-    result = result_buffer(out, (sum([head.facts[0] for head in exchange.heads]), *rows.shape[1:]), rows)
-    exchange.collect(result, range(exchange.shared.num_ranks))
-    return result
+def _gathered(heads: Sequence[Head], rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Returns a tensor for the rows of all ranks: `out` if they fit there."""
+    return result_buffer(out, (sum([head.facts[0] for head in heads]), *rows.shape[1:]), rows)
 
 
 class _Parts(NamedTuple):

@@ -86,9 +86,16 @@ def reduce(
     dst: int, operator: Operator, shared: Shared, call: OperationRecord, tensor: torch.Tensor, _: torch.Tensor | None
 ) -> torch.Tensor:
     """Reduces `tensor` over all ranks, in place on rank `dst`."""
+    is_dst = shared.rank == dst
+    op = OP_NUMBERS.get(operator.name)
+    # Fast path, as in `small_all_reduce`. Nobody reads the data of `dst`.
+    if op is not None and tensor.nbytes <= memory_layout.SMALL_BYTES:
+        num_shown, target = (0, tensor) if is_dst else (tensor.nbytes, None)
+        if shared.board.reduce(call, op, num_shown, tensor, 0, target):
+            return tensor
     # One meeting up to 1 MiB: 1.3 to 2.3 times as fast as slots with ordinary tensors of 512 KiB and 1 MiB.
     if tensor.nbytes <= memory_layout.SHOWN_BYTES:
-        own = tensor.contiguous() if shared.rank == dst else tensor  # the others' copy is the one that they publish
+        own = tensor.contiguous() if is_dst else tensor  # the others' copy is the one that they publish
         _reduce_shown_to(shared, call, own, dst, operator)
         return _written_back(own, tensor)
     flat = tensor.contiguous().view(-1)
@@ -98,7 +105,7 @@ def reduce(
         _reduce_pieces(shared, call, flat, operator, readers=(dst,))
     else:
         _reduce_slices_to(shared, call, everywhere, dst, operator)
-    return _written_back(flat, tensor) if shared.rank == dst else tensor
+    return _written_back(flat, tensor) if is_dst else tensor
 
 
 def reduce_scatter(
@@ -109,6 +116,10 @@ def reduce_scatter(
     shape = (len(range(rank, len(tensor), count)), *tensor.shape[1:])  # as torch.tensor_split
     result = result_buffer(out, shape, tensor)
     if tensor.nbytes <= memory_layout.SMALL_BYTES:
+        op = OP_NUMBERS.get(operator.name)
+        # Fast path, as in `small_all_reduce`.
+        if op is not None and shared.board.reduce(call, op, tensor.nbytes, tensor, _begin(tensor, rank, count), result):
+            return result
         _show(shared, call, tensor)
         combine_in_order(result, shared.rooms.small_parts(call.sequence, tensor.shape, tensor.dtype)[rank], operator)
         return result
@@ -125,6 +136,15 @@ def reduce_scatter(
         return result
     _reduce_shares(shared, call, [part.contiguous().view(-1) for part in parts], result.view(-1), operator)
     return result
+
+
+def _begin(tensor: torch.Tensor, rank: int, count: int) -> int:
+    """Returns the offset of a rank's part of a contiguous tensor, in bytes, split as torch.tensor_split does."""
+    num_rows = len(tensor)
+    if not num_rows:
+        return 0
+    rows, rest = divmod(num_rows, count)
+    return (rank * rows + min(rank, rest)) * (tensor.nbytes // num_rows)
 
 
 def _reduce_shown_to(shared: Shared, call: OperationRecord, tensor: torch.Tensor, dst: int, operator: Operator) -> None:

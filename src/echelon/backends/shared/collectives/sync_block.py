@@ -109,6 +109,39 @@ class SyncBlock:
             self._finish(code, call)
         return True
 
+    def reduce(
+        self, call: OperationRecord, op: int, num_shown: int, tensor: torch.Tensor, begin: int, out: torch.Tensor | None
+    ) -> bool:
+        """Reduces a part of a small tensor over all ranks, in one meeting; otherwise as `all_reduce`.
+
+        Args:
+            call: the operation.
+            op: index of the reduction among those of the library.
+            num_shown: bytes of the tensor that other ranks read, from its first one on.
+            tensor: of this rank.
+            begin: offset of the part, in bytes.
+            out: overwritten with the reduced part, which is as long; None: this rank reduces nothing.
+        """
+        code = core.reduce(self._at, self._mark(call), self._text, op, num_shown, tensor, begin, out)
+        if code == Code.NOT_SO:
+            return False
+        if code:
+            self._finish(code, call)
+        return True
+
+    def exchange(self, call: OperationRecord, plan: bytes, own: int, target: int, words: Sequence[int] = ()) -> bool:
+        """Exchanges small blocks as before. False if all have met and a rank has other blocks: nothing was read.
+
+        Args:
+            call: the operation.
+            plan: see `exchange.Plan`.
+            own: address of this rank's blocks.
+            target: address of the result.
+            words: as in `meet`.
+        """
+        code = core.exchange(self._at, self._mark(call), self._text, plan, own, target, *words)
+        return not code or self._finish(code, call) != Code.CHANGED
+
     def broadcast(self, call: OperationRecord, source: int, num_bytes: int, tensor: torch.Tensor) -> bool:
         """Overwrites a small tensor with rank `source`'s; otherwise as `all_reduce`."""
         code = core.broadcast(self._at, self._mark(call), self._text, source, num_bytes, tensor)
@@ -143,16 +176,17 @@ class SyncBlock:
         # Number, and signature of all calls so far: one comparison of words detects most disagreements.
         return (call.sequence & _LOW_BITS) << 32 | call.signature
 
-    def _finish(self, code: int, call: OperationRecord) -> None:
-        """Looks around until the library has done an operation. Raises the error that ends it."""
+    def _finish(self, code: int, call: OperationRecord) -> int:
+        """Looks around until the library has done an operation. Returns its code. Raises the error that ends it."""
         state, words = self._state, self._words
-        while code:
+        while code in (Code.WAITING, Code.DIFFERS):
             peer = state.peer
             if code == Code.DIFFERS:
                 raise self._disagreement(peer, call)
             tick, level = _index(peer, memory_layout.TICK), state.level
             self._look_around(self, peer, lambda tick=tick, level=level: words[tick] >= level, call)  # type: ignore[misc]
             code = core.go_on(self._at)
+        return code
 
     def disagreement(self) -> CollectiveMismatch | None:
         """Returns the mismatch with a peer that has announced another operation. None if there is none so far."""
