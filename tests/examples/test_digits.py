@@ -4,6 +4,8 @@ import ast
 import difflib
 import re
 
+import pytest
+
 import echelon
 from tests.helpers.examples import EXAMPLES, run_example, run_example_as_rank
 
@@ -25,6 +27,7 @@ def accuracy_of(text):
     return float(re.fullmatch(r"accuracy (0\.\d+)\n", text)[1])
 
 
+@pytest.mark.slow
 def test_both_learn(capsys, pool, tmp_path):
     run_example("digits.py")
     assert accuracy_of(capsys.readouterr().out) > 0.9
