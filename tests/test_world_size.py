@@ -10,7 +10,7 @@ from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import InvalidWorldSize
 from echelon.launch import environment
 from echelon.launch.run import Program, run
-from echelon.wording import listed
+from echelon.wording import listed, with_article
 
 COMMON = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 TORCHRUN = COMMON | {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0"}
@@ -99,3 +99,8 @@ def test_a_node_number_that_cannot_be_takes_no_memory():
 )
 def test_ranks_are_listed_in_a_few_words(ranks, text):
     assert listed(ranks) == text
+
+
+@pytest.mark.parametrize("text", ["an a100-40g", "an h100", "a v100", "a cpu", "an AMD EPYC", "a tpu", "an l40"])
+def test_the_article_of_a_device_is_as_it_is_spoken(text):
+    assert with_article(text.partition(" ")[2]) == text

@@ -10,6 +10,12 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
+def with_article(name: str) -> str:
+    """Returns a name after its article, as it is spoken: "an a100-40g", "an h100", "a v100", "a cpu"."""
+    is_spelled = name[1:2].isdigit()
+    return f"{'an' if name[:1].lower() in set('aefhilmnorsx' if is_spelled else 'aeiou') else 'a'} {name}"
+
+
 _MOST_LISTED = 8
 """Most ranges of ranks that are written out."""
 

@@ -30,13 +30,22 @@ def test_every_choice_is_combined_with_every_other():
     ]
 
 
+def test_an_empty_alternative_adds_no_word():
+    assert combinations("--sweep", "{--recompute,} --tp {1,2}") == [
+        ("--recompute", "--tp", "1"),
+        ("--recompute", "--tp", "2"),
+        ("--tp", "1"),
+        ("--tp", "2"),
+    ]
+    assert combinations("--sweep", "--name '' x{,y}") == [("--name", "", "x"), ("--name", "", "xy")]
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
         ("", "give alternatives"),
         ("--tp 2", "give alternatives"),
         ("--tp {}", "give alternatives"),
-        ("--tp {1,,2}", "give alternatives"),
         ("--tp {1, 2}", "open brace"),
         ("--tp {1,{2,3}}", "open brace"),
         ("--tp 1}", "open brace"),

@@ -1,6 +1,9 @@
 import pytest
+import torch
 
-from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, numbered
+import echelon
+from echelon.collectives.plans.algorithms import OPERATIONS, Algorithm, algorithms_of, build, numbered
+from echelon.collectives.plans.plan import Plan, Recv, Reduce, Send
 from echelon.collectives.plans.select import SIZED, STATIC, Rule, Selector, choose, parse
 from echelon.errors import PlanError
 from tests.helpers.collective_plans import layouts
@@ -117,3 +120,43 @@ def test_what_cannot_be_read_is_an_error_of_one_line(operation, text, message):
 
 def test_rules_are_read_once():
     assert parse("all_reduce", "ring:0-9") is parse("all_reduce", "ring:0-9")
+
+
+def star(hosts, _):
+    """All ranks send to rank 0, which adds up and sends the sum to all."""
+    others = range(1, len(hosts))
+    center = (tuple(Reduce(rank, (0,)) for rank in others), tuple(Send(rank, (0,)) for rank in others))
+    return Plan("star", 1, (center, *[((Send(0, (0,)),), (Recv(0, (0,)),)) for _ in others]))
+
+
+STAR = {"all_reduce": (Rule(Algorithm("all_reduce", "star", star), last=64),)}
+
+
+def reduce_by_a_star(group):
+    own = group.subgroup(range(group.world_size), "own", STAR)
+    return own.all_reduce(torch.full((4,), group.rank + 1.0)).tolist(), own.all_reduce(torch.ones(99)).sum().item()
+
+
+@pytest.mark.parametrize("collectives", ["whole", "messages"])
+def test_a_group_runs_an_algorithm_of_its_users(collectives):
+    run = echelon.simulate(reduce_by_a_star, 3, collectives=collectives)
+    assert run.results == [([6.0] * 4, 297.0)] * 3
+    assert "by star" in run.trace
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem"),
+    [
+        (Algorithm("all_reduce", "lossy", lambda hosts, _: Plan("lossy", 1, ((),) * len(hosts))), "lossy"),
+        (Algorithm("all_reduce", "small", lambda hosts, _: star(hosts[1:], 0)), "2 ranks for all_reduce.*one of 3"),
+        (Algorithm("reduce", "star", star), "3 ranks for reduce: all_reduce of"),
+    ],
+)
+def test_a_wrong_plan_of_a_user_is_refused_before_it_runs(algorithm, problem):
+    selector = Selector(apart(3), {"all_reduce": (Rule(algorithm),)})
+    with pytest.raises(PlanError, match=problem):
+        selector.choose("all_reduce", 8, 0, "")
+
+
+def test_ranks_in_processes_run_an_algorithm_of_their_users(pool):
+    assert pool.run(reduce_by_a_star, 3, backend="tcp") == [([6.0] * 4, 297.0)] * 3

@@ -128,7 +128,7 @@ def test_many_kernels_and_roles_stay_below_a_megabyte(tmp_path):
 def test_a_step_that_does_not_fit_says_so_at_the_top(step, tmp_path):
     _, page = written(seen_of(step, device=replace(DEVICES["a100"], memory_bytes=MIB)), tmp_path)
     text = "\n".join(page.texts)
-    assert "rank 0 needs at least 0.8 GiB, a a100 has 0.0" in text
+    assert "rank 0 needs at least 0.8 GiB, an a100 has 0.0" in text
     assert text.index("does not fit") < text.index("memory needed") < text.index("Problems") < text.index("Timeline")
 
 
@@ -177,5 +177,5 @@ def test_a_page_in_a_browser(step, tmp_path):
             )
             tab.point(left + 118 + 4, top + 4 + 20 + 12 - tab.run("window.scrollY"))
             assert tab.run("document.querySelector('output').textContent") == "forward, 1.00 s: mm at train.py:1"
-            assert tab.errors == []
+            assert tab.complaints == []
             assert len(tab.requests) == 1

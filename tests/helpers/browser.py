@@ -1,8 +1,10 @@
-"""Chromium without a window, driven over a pipe by the Chrome DevTools Protocol. Needs no package and no port."""
+"""Chromium without a window, driven over a pipe by the Chrome DevTools Protocol, and a web server for a folder."""
 
 from __future__ import annotations
 
 import base64
+import functools
+import http.server
 import json
 import os
 import select
@@ -10,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +23,13 @@ import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _SECONDS = 60.0
+_FLAGS = (
+    *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+    *("--no-first-run", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--disable-quic"),
+)
+_CODES = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+"""Codes of keys that write no character."""
 
 
 def chromium() -> str:
@@ -41,7 +51,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Tab:
-    """One page. `errors` has what its script threw and what its console called an error."""
+    """One page, with the messages of its console and the addresses that it asked for."""
 
     def __init__(self, source: int, target: int) -> None:
         self._source, self._target = source, target
@@ -53,41 +63,57 @@ class Tab:
         self._session = self.call("Target.attachToTarget", targetId=target_id, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # as if the window were in front
 
     def call(self, method: str, **parameters: object) -> dict[str, Any]:
+        """Sends a command and returns its result."""
         self._number += 1
         request: dict[str, object] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
             request["sessionId"] = self._session
         os.write(self._target, json.dumps(request).encode() + b"\0")
         while True:
-            answer = self._next()
+            answer = self._next(_SECONDS)
+            assert answer is not None, f"the browser has not answered {method} within {_SECONDS:g} s"
             if answer.get("id") == self._number:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
-            self._events.append(answer)
 
-    def _next(self) -> dict[str, Any]:
-        until = time.monotonic() + _SECONDS
+    def _next(self, seconds: float) -> dict[str, Any] | None:
+        """Returns the next message, or None after some time without one. Keeps it if it is an event."""
+        until = time.monotonic() + seconds
         while b"\0" not in self._received:
             ready, _, _ = select.select([self._source], [], [], max(0.0, until - time.monotonic()))
-            assert ready, f"the browser has not answered within {_SECONDS:g} s"
+            if not ready:
+                return None
             read = os.read(self._source, 1 << 20)
             assert read, "the browser has ended"
             self._received += read
         message, _, self._received = self._received.partition(b"\0")
-        return json.loads(message)
+        answer = json.loads(message)
+        if "method" in answer:
+            self._events.append(answer)
+        return answer
 
-    def open(self, path: Path, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        """Opens a file and waits until it has been drawn."""
+    def open(self, page: Path | str, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+        """Opens a file or an address and waits until it has been drawn."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", features=scheme)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        # Colours that are under way from one to another would be neither.
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme, still])
         self._events.clear()
-        self.call("Page.navigate", url=path.as_uri())
-        while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
-            self._events.append(self._next())
+        self.call("Page.navigate", url=page.as_uri() if isinstance(page, Path) else page)
+        while not any(event["method"] == "Page.loadEventFired" for event in self._events):
+            assert self._next(_SECONDS) is not None, f"{page} has not been loaded within {_SECONDS:g} s"
         self.settle()
+
+    def wait(self, condition: str) -> None:
+        """Waits until an expression of JavaScript is true."""
+        until = time.monotonic() + _SECONDS / 3
+        while not self.run(condition):
+            assert time.monotonic() < until, f"not true after {_SECONDS / 3:g} s: {condition}"
+            self._next(0.05)
 
     def settle(self) -> None:
         """Waits until what was asked for has been drawn."""
@@ -110,12 +136,17 @@ class Tab:
         self.settle()
 
     def key(self, key: str) -> None:
-        """Presses a key, such as "+" or "Enter"."""
-        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
-        named = {"key": key, **({"text": text} if text else {})}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **named)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+        """Presses a key, such as "+" or "Enter", and waits until its effect has been drawn."""
+        self.press(key)
         self.settle()
+
+    def press(self, key: str) -> None:
+        """Presses a key that may open another page."""
+        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+        code = ord(key.upper()) if key.isalnum() and len(key) == 1 else _CODES.get(key)
+        named = {"key": key, **({"windowsVirtualKeyCode": code, "code": key} if code else {})}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **named, **({"text": text} if text else {}))
+        self.call("Input.dispatchKeyEvent", type="keyUp", **named)
 
     def type(self, text: str) -> None:
         """Writes text into the focused element."""
@@ -127,21 +158,26 @@ class Tab:
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
     @property
-    def errors(self) -> list[str]:
-        """Texts of errors since the page was opened."""
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the console since the page was opened, and loads that failed."""
         found = []
         for event in self._events:
-            method, values = event.get("method"), event.get("params", {})
-            is_error = method == "Log.entryAdded" and values["entry"]["level"] == "error"
-            if is_error or method == "Runtime.exceptionThrown":
-                found.append(json.dumps(values))
+            method, values = event["method"], event["params"]
+            if method == "Runtime.exceptionThrown":
+                found.append(values["exceptionDetails"].get("exception", {}).get("description", "exception"))
+            elif method == "Runtime.consoleAPICalled" and values["type"] in ("error", "warning", "assert"):
+                found.append(f"{values['type']}: {[each.get('value') for each in values['args']]}")
+            elif method == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
+                found.append(f"{values['entry']['text']} {values['entry'].get('url', '')}")
+            elif method == "Network.responseReceived" and values["response"]["status"] >= 400:
+                found.append(f"{values['response']['status']} {values['response']['url']}")
         return found
 
     @property
     def requests(self) -> list[str]:
-        """Addresses that the page asked for."""
-        sent = [event["params"] for event in self._events if event.get("method") == "Network.requestWillBeSent"]
-        return [values["request"]["url"] for values in sent]
+        """Addresses that the page asked for since it was opened, each once."""
+        sent = [event["params"] for event in self._events if event["method"] == "Network.requestWillBeSent"]
+        return list(dict.fromkeys(values["request"]["url"] for values in sent))
 
 
 @contextmanager
@@ -151,8 +187,7 @@ def browser() -> Iterator[Tab]:
         from_test, to_test = os.pipe(), os.pipe()
         command = [
             *(sys.executable, "-c", _LAUNCHER, str(from_test[0]), str(to_test[1]), chromium()),
-            *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-            *("--no-first-run", "--disable-dev-shm-usage", f"--user-data-dir={profile}"),
+            *(*_FLAGS, f"--user-data-dir={profile}"),
         ]
         process = subprocess.Popen(
             command, pass_fds=(from_test[0], to_test[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -169,3 +204,22 @@ def browser() -> Iterator[Tab]:
                 process.kill()
                 process.wait()
             os.close(to_test[0])
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serves a folder on a free port of the loopback address and yields its address."""
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -391,6 +391,33 @@ def test_a_pipeline_trains_a_module_that_knows_nothing_of_it(at, caplog):
     assert all("stage 0: from the first layer on" in text for text in told)
 
 
+class Cache:
+    """An output that is no tensor, such as a cache of keys and values."""
+
+
+class WithCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, inputs):
+        return self.layers(inputs), Cache()
+
+
+def makes_pipeline(group):
+    mesh = echelon.Mesh(group, dp=2, pp=2)
+    torch.manual_seed(0)
+    example = (torch.ones(2, 4),)
+    Pipeline(WithCache(), mesh["pp"], "1f1b", 2, at=["layers.2"], example=example, data_parallel=mesh["dp"])
+
+
+def test_an_output_that_is_left_out_is_told_once(caplog):
+    """Each rank traces the model several times, and told it each time."""
+    echelon.simulate(makes_pipeline, 4)
+    told = [record.getMessage() for record in caplog.records if record.name == "echelon"]
+    assert told == ["the outputs of the model hold a Cache, which a pipeline leaves out (None)"]
+
+
 def chooses_badly(group):
     try:
         Pipeline(Four(), group, "1f1b", 2, mean_of_squares, example=(torch.ones(4, 3),))

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import echelon
-from tests.helpers.site_browser import Browser, served
+from tests.helpers import browser as chromium
+from tests.helpers.browser import served
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1280, 400)
@@ -124,10 +125,9 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    opened = Browser(tmp_path_factory.mktemp("browser"))
-    yield opened
-    opened.close()
+def browser():
+    with chromium.browser() as tab:
+        yield tab
 
 
 @pytest.mark.slow
@@ -149,15 +149,15 @@ def test_every_page_opens_without_complaint_and_is_small(width, site, browser):
         if width < 1000 and page.startswith(("decisions/2026", "source/")):
             continue  # notes and sources of one form, whose width the other pages have tried
         browser.open(f"{site.address}/{page}/".replace("//", "/").replace(":/", "://"), width)
-        faults += [f"{page}: {each}" for each in browser.complaints()]
-        browser.value("for (const image of document.images) image.loading = 'eager'")
+        faults += [f"{page}: {each}" for each in browser.complaints]
+        browser.run("for (const image of document.images) image.loading = 'eager'")
         browser.wait("[...document.images].every(image => image.complete)")
-        requests = [url for url in browser.requests() if not url.startswith("data:")]
+        requests = [url for url in browser.requests if not url.startswith("data:")]
         faults += [f"{page}: asks for {url}" for url in requests if not url.startswith(site.address)]
         # The index of the search is loaded once, in a thread of its own.
         size = sum(site.num_bytes(url) for url in requests if "search_index" not in url)
         faults += [f"{page}: {size} bytes"] * (size >= 1_000_000)
-        faults += [f"{page}: {each}" for each in browser.value(LOOKS)]
+        faults += [f"{page}: {each}" for each in browser.run(LOOKS)]
     assert not faults
 
 
@@ -222,8 +222,8 @@ CONTRAST = """(() => {
 def test_texts_have_enough_contrast(width, scheme, site, browser):
     for page in ("", "plan/", "reference/echelon/", "reference/commands/", "glossary/", "simulation/"):
         browser.open(f"{site.address}/{page}", width)
-        browser.value(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
-        assert browser.value(CONTRAST) == [], page
+        browser.run(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
+        assert browser.run(CONTRAST) == [], page
 
 
 @pytest.mark.slow
@@ -231,16 +231,16 @@ def test_texts_have_enough_contrast(width, scheme, site, browser):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_search_is_reached_by_keys_and_finds_a_word(width, site, browser):
     browser.open(f"{site.address}/", width)
-    browser.press("f", 70)  # the theme's key for the search
+    browser.key("f")  # the theme's key for the search
     browser.wait("document.activeElement.matches('.md-search__input')")
     browser.type("deadlock")
     browser.wait("document.querySelectorAll('.md-search-result__link').length > 3")
-    found = browser.value("[...document.querySelectorAll('.md-search-result__item')].map(item => item.textContent)")
+    found = browser.run("[...document.querySelectorAll('.md-search-result__item')].map(item => item.textContent)")
     assert all("deadlock" in text.lower() for text in found[:3])
-    browser.press("ArrowDown", 40)
-    browser.press("Enter", 13)
+    browser.key("ArrowDown")
+    browser.press("Enter")
     browser.wait("location.pathname != '/' && document.body?.textContent.toLowerCase().includes('deadlock')")
-    assert browser.complaints() == []
+    assert browser.complaints == []
 
 
 @pytest.mark.slow
@@ -249,9 +249,9 @@ def test_keys_reach_the_content_and_the_tabs(site, browser):
     browser.open(f"{site.address}/plan/", 1280)
     reached = []
     for _ in range(60):
-        browser.press("Tab", 9)
-        reached.append(browser.value("document.activeElement.textContent.trim().slice(0, 40)"))
-        assert browser.value(IS_SEEN), reached[-1]
+        browser.key("Tab")
+        reached.append(browser.run("document.activeElement.textContent.trim().slice(0, 40)"))
+        assert browser.run(IS_SEEN), reached[-1]
     assert reached[0] == "Skip to content"
     assert {"Reference", "How-to guides", "Checkpoints"} <= set(reached)
 

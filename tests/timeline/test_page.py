@@ -136,7 +136,7 @@ def test_a_page_in_a_browser(pair, plan, tmp_path):
         assert told().startswith("rank 1, 1B3, backward of microbatch 3, 0.11")
         assert view()[1] - view()[0] < 1
 
-        assert tab.errors == []
+        assert tab.complaints == []
         assert tab.requests == [pair.as_uri()], "nothing but the file itself"
 
         pictures = set()
@@ -145,12 +145,12 @@ def test_a_page_in_a_browser(pair, plan, tmp_path):
             for dark in (False, True):
                 tab.open(tmp_path / "plan.html", width, 700, dark)
                 assert tab.run("document.documentElement.scrollWidth") <= width, "no page to be moved sideways"
-                assert tab.errors == []
+                assert tab.complaints == []
                 pictures.add(tab.picture())
         assert len(pictures) == 4
 
         tab.open(write(tmp_path / "notebook.html", f"<!doctype html><body>{plan._repr_html_()}"))
-        assert tab.errors == []
+        assert tab.complaints == []
 
 
 def write(path, text):

@@ -45,6 +45,7 @@ ALSO = {
     "echelon.pipeline.schedules": ("echelon.pipeline.plan.action.Action", "echelon.pipeline.plan.action.Overlapped"),
     "echelon.collectives.plans.algorithms": (
         "echelon.collectives.plans.plan.Plan",
+        "echelon.collectives.plans.select.Rule",
         "echelon.collectives.plans.check.check",
         "echelon.collectives.plans.check.goal_of",
         "echelon.collectives.plans.cost.LinkCosts",

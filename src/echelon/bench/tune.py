@@ -95,8 +95,8 @@ def _sentences(table: Table) -> Iterator[str]:
 
 def _words(rule: Rule) -> str:
     if (rule.first, rule.last) == (0, ANY_SIZE):
-        return rule.algorithm
-    return f"{rule.algorithm} " + ("above" if rule.last == ANY_SIZE else f"up to {rule.last} bytes")
+        return rule.name
+    return f"{rule.name} " + ("above" if rule.last == ANY_SIZE else f"up to {rule.last} bytes")
 
 
 # The default algorithm is kept up to 1.05 times the best time: a smaller difference may be noise.

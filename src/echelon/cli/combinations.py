@@ -17,6 +17,7 @@ def combinations(option: str, text: str) -> list[tuple[str, ...]]:
     """Returns the words of each combination: every {a,b} is replaced by each of its alternatives.
 
     Words are split as by a shell, so an alternative with a space is quoted: "'{a b,c}'". The last choice changes first.
+    A word that becomes empty is left out: "{--recompute,}" is with and without that option.
 
     Args:
         option: name of the option, for errors.
@@ -37,7 +38,7 @@ def combinations(option: str, text: str) -> list[tuple[str, ...]]:
                 f"{option} {text!r}: {word!r} has an open brace: write {{1,2}} without spaces, or quote it"
             )
     choices = [choice.split(",") for literals in parts for choice in literals[1::2]]
-    if not choices or not all(all(choice) for choice in choices):
+    if not choices or any(choice == [""] for choice in choices):
         raise LaunchError(f"{option} {text!r}: give alternatives in braces, as --tp {{1,2,4}}")
     count = 1
     for choice in choices:
@@ -49,4 +50,6 @@ def combinations(option: str, text: str) -> list[tuple[str, ...]]:
 
 def _words(parts: list[list[str]], taken: tuple[str, ...]) -> tuple[str, ...]:
     left = iter(taken)
-    return tuple("".join(part if place % 2 == 0 else next(left) for place, part in enumerate(word)) for word in parts)
+    words = ["".join(part if place % 2 == 0 else next(left) for place, part in enumerate(word)) for word in parts]
+    # A word that was empty from the start, as in "--name ''", is meant.
+    return tuple(word for word, given in zip(words, parts, strict=True) if word or given == [""])

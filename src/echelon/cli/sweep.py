@@ -48,8 +48,8 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Arguments as one would type them."""
-        return shlex.join(self.arguments)
+        """Arguments as one would type them. "-" if there are none."""
+        return shlex.join(self.arguments) or "-"
 
     @property
     def fits(self) -> bool:

@@ -30,6 +30,7 @@ from echelon.foresight.what_if import what_ifs
 from echelon.launch.call import rank_call
 from echelon.simulation.network import Network
 from echelon.timeline.timeline import LazySequence, Level, Timeline
+from echelon.wording import with_article
 
 _CAPABILITIES = {"ampere": (8, 0), "hopper": (9, 0)}
 _GIB = 1 << 30
@@ -263,7 +264,7 @@ class Foreseen:
         )
         lines = "; ".join(f"{size / _GIB:.2f} GiB {where}" for where, size in self.largest_at_peak(rank)[:_LISTED])
         return (
-            f"rank {rank} needs at least {needed / _GIB:.1f} GiB, a {self.device.name} has "
+            f"rank {rank} needs at least {needed / _GIB:.1f} GiB, {with_article(self.device.name)} has "
             f"{self.device.memory_bytes / _GIB:.1f}: tensors at the peak in GiB: {kinds}; the largest: {lines}: use a "
             "smaller batch, activation checkpointing, or more ranks"
         )

@@ -146,7 +146,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         Args:
             ranks: Ranks of this group, in the order of the new group.
             name: Name in errors. None: derived from this group's.
-            table: Table that selects the algorithms, the same on every rank. None: this group's.
+            table: Table that selects the algorithms, the same on every rank: rules by operation, such as
+                `{"all_reduce": (Rule("ring"),)}`. None: this group's.
 
         Raises:
             InvalidArgument: `ranks` is no list, is empty, or names a rank twice.

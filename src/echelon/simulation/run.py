@@ -421,8 +421,8 @@ def explore(
 ) -> int:
     """Simulates `fn` with one seed after another. Returns the number of seeds tried.
 
-    Stops at the first failing seed and raises its exception. A line on stderr and a note of the exception tell how to
-    replay it.
+    Stops at the first failing seed and raises its exception. A note of the exception has the call that replays it, and
+    stands in its traceback. Nothing is printed: the caller may catch it.
 
     Args:
         fn, world_size, args, network, costs, faults, late_sends, order: as for `simulate`.
@@ -469,9 +469,7 @@ def explore(
                 more += f', collectives="{collectives}"'
             more += ', order="tcp"' if order == "tcp" else ""
             replay = f"echelon.simulate({name}, {world_size}{more})"
-            told = f"seed {seed} fails, after {count} that passed; to replay it: {replay}"
-            error.add_note(told)
-            print(told, file=sys.stderr)
+            error.add_note(f"seed {seed} fails, after {count} that passed; to replay it: {replay}")
             raise
         count += 1
     if count == 0:

@@ -156,6 +156,9 @@ class LazySequence(Sequence[Item]):
 class Timeline:
     """Spans of all ranks of one run, simulated or recorded.
 
+    Times and rates are exact where the costs are: ints and Fractions. Formats such as `:.1f` take no Fraction before
+    Python 3.12, so convert what is printed: `f"{float(timeline.bubble_rate):.1%}"`.
+
     Args:
         steps: For each rank, its steps in order.
         starts: For each rank, the start of each step. Never decreasing.
@@ -253,7 +256,10 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> Time:
-        """Share of `span` in which even the busiest rank is idle: (span - busy) / span. 0 is perfect."""
+        """Share of `span` in which even the busiest rank is idle: (span - busy) / span. 0 is perfect.
+
+        A Fraction if the times are ints or Fractions: print `float(timeline.bubble_rate)`.
+        """
         if not self.span:
             return 0.0
         return _quotient(self.span - max(self.busy), self.span)

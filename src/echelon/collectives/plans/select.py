@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
-from echelon.collectives.plans.algorithms import algorithms_of, build, find
+from echelon.collectives.plans.algorithms import Algorithm, algorithms_of, build, find
 from echelon.collectives.plans.algorithms.hosts import Hosts, is_even, is_nested, members_of
+from echelon.collectives.plans.check import check, goal_of
 from echelon.collectives.plans.plan import Plan
 from echelon.errors import PlanError
 
@@ -38,14 +39,20 @@ _WHERE: dict[Where, Callable[[Hosts], bool]] = {
 class Rule(NamedTuple):
     """Rule of a table: an algorithm for tensors of `first` to `last` bytes and at least `ranks` ranks on `where`.
 
-    A hierarchical algorithm also needs several hosts, at least one of them with several ranks.
+    A hierarchical algorithm also needs several hosts, at least one of them with several ranks. The algorithm is a name,
+    or an `Algorithm` of your own, whose plans are checked before they run.
     """
 
-    algorithm: str
+    algorithm: str | Algorithm
     first: int = 0
     last: int = ANY_SIZE
     ranks: int = 1
     where: Where = "anywhere"
+
+    @property
+    def name(self) -> str:
+        """Name of the algorithm."""
+        return self.algorithm if isinstance(self.algorithm, str) else self.algorithm.name
 
     def fits(self, operation: str, num_bytes: int, hosts: Hosts) -> bool:
         """Whether the rule applies to a call. `num_bytes` is ignored unless `operation` is in `SIZED`."""
@@ -53,8 +60,11 @@ class Rule(NamedTuple):
             len(hosts) >= self.ranks
             and (operation not in SIZED or self.first <= num_bytes <= self.last)
             and _WHERE[self.where](hosts)
-            and (not find(operation, self.algorithm).goes_by_hosts or is_nested(hosts))
+            and (not self._found(operation).goes_by_hosts or is_nested(hosts))
         )
+
+    def _found(self, operation: str) -> Algorithm:
+        return find(operation, self.algorithm) if isinstance(self.algorithm, str) else self.algorithm
 
 
 Table: TypeAlias = Mapping[str, tuple[Rule, ...]]
@@ -108,13 +118,17 @@ def choose(operation: str, num_bytes: int, hosts: Hosts, overruled: str = "", ta
     Raises:
         PlanError: `overruled` is invalid; see `parse`.
     """
+    return _rule_for(operation, num_bytes, hosts, overruled, table).name
+
+
+def _rule_for(operation: str, num_bytes: int, hosts: Hosts, overruled: str, table: Table) -> Rule:
     if overruled:
         for rule in parse(operation, overruled):
             if operation not in SIZED or rule.first <= num_bytes <= rule.last:
-                return rule.algorithm
+                return rule
     # STATIC comes last and has a rule for every call, so there is always one that fits.
     rules = (*table.get(operation, ()), *STATIC[operation])
-    return next(rule.algorithm for rule in rules if rule.fits(operation, num_bytes, hosts))
+    return next(rule for rule in rules if rule.fits(operation, num_bytes, hosts))
 
 
 class Choice(NamedTuple):
@@ -138,17 +152,31 @@ class Selector:
         self._choices: dict[tuple[str, int, int, str], Choice] = {}
 
     def choose(self, operation: str, num_bytes: int, root: int, overruled: str) -> Choice:
-        """Returns the algorithm and the plan of a call; see the function `choose`."""
+        """Returns the algorithm and the plan of a call; see the function `choose`.
+
+        Raises:
+            PlanError: the user's override is invalid, or the plan of an algorithm of the user's own is wrong.
+        """
         # The override is part of the key: a program may change the environment between two calls.
         key = (operation, num_bytes, root, overruled)
         found = self._choices.get(key)
         if found is None:
-            algorithm = choose(operation, num_bytes, self.hosts, overruled, self.table)
-            found = Choice(algorithm, build(operation, algorithm, len(self.hosts), root, self.hosts))
+            rule = _rule_for(operation, num_bytes, self.hosts, overruled, self.table)
+            plan = build(operation, rule.algorithm, len(self.hosts), root, self.hosts)
+            if isinstance(rule.algorithm, Algorithm):  # tests have proved the others
+                _prove(operation, rule.algorithm, plan, len(self.hosts), root)
+            found = Choice(rule.name, plan)
             if len(self._choices) >= _MOST_CHOICES:
                 self._choices.clear()
             self._choices[key] = found
         return found
+
+
+def _prove(operation: str, algorithm: Algorithm, plan: Plan, num_ranks: int, root: int) -> None:
+    if algorithm.operation != operation or plan.num_ranks != num_ranks:
+        made = f"a plan of {plan.num_ranks} ranks for {algorithm.operation}"
+        raise PlanError(f"{algorithm.name!r} makes {made}: {operation} of this group needs one of {num_ranks} ranks")
+    check(plan, goal_of(operation, plan, root))
 
 
 @lru_cache(maxsize=64)

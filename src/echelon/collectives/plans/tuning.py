@@ -52,7 +52,7 @@ def from_text(text: str, source: str) -> Table:
 
 
 def _values(rule: Rule) -> dict[str, Any]:
-    return {**rule._asdict(), "last": None if rule.last == ANY_SIZE else rule.last}
+    return {**rule._asdict(), "algorithm": rule.name, "last": None if rule.last == ANY_SIZE else rule.last}
 
 
 def _rules(operation: str, values: object, source: str) -> tuple[Rule, ...]:

@@ -43,6 +43,7 @@ class Parts:
         prefixes: Prefix of each part's parameter names in the unsplit model.
         spreads: Whether a tuple that a part returns becomes the positional arguments of the next one.
         costs: With a measured cut, the time of each part's forward and backward, in seconds.
+        left_out: Types of the model's outputs that parts cannot send on, such as caches. They are None.
     """
 
     modules: tuple[StageMaker, ...]
@@ -50,6 +51,7 @@ class Parts:
     prefixes: tuple[str, ...] = field(default=())
     spreads: bool = True
     costs: tuple[float, ...] | None = None
+    left_out: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -254,7 +256,8 @@ def _of_any(model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs:
         cut = partition(_measure(parts, inputs, spreads=True), num_stages)
         at, costs = [candidates[stage[0] - 1] for stage in cut.stages[1:]], cut.costs
     stages = build_stages(model, traces, at)
-    return Parts(tuple(stages), tuple(at), ("",) * len(stages), True, _seconds(costs))
+    left_out = sorted(traces.training.left_out | traces.evaluation.left_out)
+    return Parts(tuple(stages), tuple(at), ("",) * len(stages), True, _seconds(costs), tuple(left_out))
 
 
 def _seconds(costs: Sequence[object] | None) -> tuple[float, ...] | None:

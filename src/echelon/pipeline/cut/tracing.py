@@ -8,7 +8,6 @@ for evaluation, because dropout and normalisation are different operations then.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
@@ -19,8 +18,6 @@ from torch.export import Dim, ExportedProgram, export
 
 from echelon._torch_private.tensors import TreeSpec, fake_tensors, guards_of, tree_flatten, tree_leaves, tree_map
 from echelon.errors import PartitionError
-
-logger = logging.getLogger("echelon")
 
 TENSOR: Final = "a tensor"
 """Placeholder for a tensor."""
@@ -73,6 +70,7 @@ class Trace:
         keywords: Keyword arguments of the example, with TENSOR in place of each tensor.
         guards: Check that inputs take the path that was traced; see `_torch_private.tensors.guards_of`.
         modules: Modules that the graph calls by name: graphs inside of the graph.
+        left_out: Types of outputs that are neither tensors nor plain values. None stands in their place.
     """
 
     sources: Mapping[fx.Node, Source]
@@ -84,6 +82,7 @@ class Trace:
     keywords: Mapping[str, object]
     guards: nn.Module | None
     modules: Mapping[str, nn.Module]
+    left_out: frozenset[str]
 
     def layers_of(self, node: fx.Node) -> tuple[str, ...]:
         """Returns the names of the modules that an operation ran in, the outermost first."""
@@ -125,6 +124,7 @@ class _Outputs:
 
     def __init__(self) -> None:
         self.leaves: list[object] = []
+        self.left_out: set[str] = set()
         self.spec: TreeSpec | None = None
 
 
@@ -138,7 +138,10 @@ class _Flat(nn.Module):
 
     def forward(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
         leaves, self.outputs.spec = tree_flatten(self.model(*inputs, **kwargs))
-        self.outputs.leaves = [TENSOR if _is_computed(leaf) else _plain(leaf) for leaf in leaves]
+        self.outputs.left_out |= {
+            type(leaf).__name__ for leaf in leaves if not _is_computed(leaf) and not _is_plain(leaf)
+        }
+        self.outputs.leaves = [TENSOR if _is_computed(leaf) else leaf if _is_plain(leaf) else None for leaf in leaves]
         return tuple(leaf for leaf in leaves if _is_computed(leaf))
 
 
@@ -189,6 +192,7 @@ def _read(
         keywords={name: tree_map(_without_data, value) for name, value in example_kwargs.items()},
         guards=guards_of(exported),
         modules=dict(exported.graph_module.named_children()),
+        left_out=frozenset(given.left_out),
     )
 
 
@@ -264,11 +268,8 @@ def _is_computed(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _plain(leaf: object) -> object:
-    if leaf is None or isinstance(leaf, bool | int | float | str):
-        return leaf
-    logger.warning("the outputs of the model hold a %s, which a pipeline leaves out (None)", type(leaf).__name__)
-    return None
+def _is_plain(leaf: object) -> bool:
+    return leaf is None or isinstance(leaf, bool | int | float | str)
 
 
 def _first_line(error: BaseException) -> str:

@@ -114,6 +114,8 @@ class Schedule:
     def simulate(self, costs: Costs | None = None) -> Timeline:
         """Plays the schedule on a virtual clock.
 
+        Times are exact if the costs are: Timeline describes how Fractions are printed.
+
         Raises:
             InvalidArgument: `costs` is no Costs.
             ScheduleError: the schedule has problems (see `check`), or the costs are for another number of stages.

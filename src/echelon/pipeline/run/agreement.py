@@ -184,7 +184,7 @@ def agreed_parts(
     example: Sequence[object] | None,
     example_kwargs: Mapping[str, object] | None,
 ) -> Parts:
-    """Cuts the model at the same layers on all ranks.
+    """Cuts the model at the same layers on all ranks, and warns once of outputs that parts leave out.
 
     If layers are measured, one rank measures and broadcasts the names of the chosen layers. Lists and Parts are cut
     already: their example is for the trial of split backwards alone.
@@ -192,14 +192,32 @@ def agreed_parts(
     Raises:
         PartitionError: the model cannot be cut so.
     """
+    # One rank of all replicas.
+    is_first = group.rank == 0 and (data_parallel is None or data_parallel.rank == 0)
+    parts = _cut(model, schedule, group, data_parallel, is_first, at, example, example_kwargs)
+    if is_first and parts.left_out:
+        types = " and ".join(f"a {name}" for name in parts.left_out)
+        logger.warning("the outputs of the model hold %s, which a pipeline leaves out (None)", types)
+    return parts
+
+
+def _cut(
+    model: nn.Module | Sequence[StageMaker] | Parts,
+    schedule: Schedule,
+    group: ProcessGroup,
+    data_parallel: ProcessGroup | None,
+    is_first: bool,
+    at: Sequence[str] | None,
+    example: Sequence[object] | None,
+    example_kwargs: Mapping[str, object] | None,
+) -> Parts:
     if not isinstance(model, nn.Module):
         return split(model, schedule.num_stages, at=at)
     # Named layers and numbers of parameters give the same cut on every rank: nothing to broadcast.
     if at is not None or (example is None and example_kwargs is None):
         return split(model, schedule.num_stages, at=at, example=example, example_kwargs=example_kwargs)
     mine: dict[str, JsonLike] = {}
-    # Measured times differ from rank to rank, so one rank of all replicas measures for all.
-    is_first = group.rank == 0 and (data_parallel is None or data_parallel.rank == 0)
+    # Measured times differ from rank to rank, so the first one measures for all.
     if is_first:
         try:
             parts = split(model, schedule.num_stages, example=example, example_kwargs=example_kwargs)

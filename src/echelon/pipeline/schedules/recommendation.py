@@ -88,7 +88,7 @@ def recommend(
     """Compares all training schedules that exist for these sizes.
 
     Schedules that fit come first, then the shortest span first. The span is the time of a step when steps follow each
-    other.
+    other. Times and memory are exact if the costs are: print them as `float(option.timeline.span)`.
 
     Args:
         costs: Costs of a model that is cut into one stage per rank. Schedules with several chunks cut each stage into

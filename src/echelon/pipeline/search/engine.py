@@ -35,7 +35,7 @@ def search(
     """Searches for the schedule with the shortest span (`Timeline.span`) that fits a memory limit.
 
     The span is never longer than that of any named schedule for as many stages that fits the limit. The same input
-    gives the same schedule.
+    gives the same schedule. Its timeline has Fractions if the costs are exact: print them by `float`.
 
     Args:
         costs: Costs of the stages.

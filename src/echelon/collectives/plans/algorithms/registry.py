@@ -58,14 +58,16 @@ class Algorithm(NamedTuple):
     floor_lg(p) rounded down. odd(p) is 1 if p is no power of two, else 0. bits(p) is the number of ones in 0, 1, ...,
     p - 1 in binary. A message of b bytes takes alpha + b beta, combining b bytes takes b gamma. In algorithms that go
     by the hosts there are h hosts of k ranks each, and a message inside a host takes local_alpha + b local_beta.
+
+    An algorithm of your own needs no formulas. A `Rule` of a group's table may hold it in place of a name.
     """
 
     operation: str
     name: str
     make: Callable[[Hosts, int], Plan]
     """Makes the plan from the host of each rank and the root. Operations without a root ignore it."""
-    rounds: str
-    cost: str
+    rounds: str = ""
+    cost: str = ""
     goes_by_hosts: bool = False
 
 
@@ -223,12 +225,14 @@ def find(operation: str, name: str) -> Algorithm:
     return found
 
 
-def build(operation: str, name: str, num_ranks: int, root: int = 0, hosts: Sequence[object] | None = None) -> Plan:
-    """Returns the plan of a named algorithm.
+def build(
+    operation: str, name: str | Algorithm, num_ranks: int, root: int = 0, hosts: Sequence[object] | None = None
+) -> Plan:
+    """Returns the plan of an algorithm.
 
     Args:
         operation: One of `OPERATIONS`.
-        name: One of `algorithms_of(operation)`.
+        name: Name of one of `algorithms_of(operation)`, or an algorithm.
         num_ranks: Number of ranks.
         root: Source rank of a broadcast or scatter, destination rank of a reduce or gather.
         hosts: The host of each rank, by any name. Needed by algorithms that go by the hosts, ignored by others.
@@ -241,13 +245,13 @@ def build(operation: str, name: str, num_ranks: int, root: int = 0, hosts: Seque
         raise InvalidWorldSize(f"num_ranks={num_ranks}: a plan has at least 1 rank: give 1 or more")
     if not 0 <= root < num_ranks:
         raise InvalidRank(root, num_ranks, "root")
-    algorithm = find(operation, name)
+    algorithm = name if isinstance(name, Algorithm) else find(operation, name)
     # Any hosts do for an algorithm that ignores them.
     if hosts is None and not algorithm.goes_by_hosts:
         return algorithm.make((0,) * num_ranks, root)
     if hosts is None or len(hosts) != num_ranks:
         given = "no hosts" if hosts is None else f"{len(hosts)} hosts"
-        raise PlanError(f"{name}: {given} for {num_ranks} ranks: give the host of each rank, as hosts=(0, 0)")
+        raise PlanError(f"{algorithm.name}: {given} for {num_ranks} ranks: give the host of each rank, as hosts=(0, 0)")
     return algorithm.make(numbered(hosts), root)
 
 
