@@ -110,3 +110,39 @@ def test_traces_and_errors_are_those_of_one_process(word):
         assert [each > 0 for each in forked] == [each > 0 for each in alone]
         assert set(forked) == {0, 2}
         assert Counter(printed) == {f"rank {rank}": 2 for rank, each in enumerate(forked) if each}
+
+
+VALUES = """
+import json, warnings
+from unittest.mock import patch
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+import echelon
+from echelon.foresight.record import run
+
+def main():
+    dist.init_process_group("nccl")
+    width = [64 if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(width, 0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(width[0], 8, device="cuda"))
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        model(torch.ones(2, 64, device="cuda")).sum().backward()
+        optimizer.step()
+
+found = []
+for entries, ranks in ((1, 1), (run.MANY_ENTRIES, run.MANY_RANKS), (1 << 60, 1 << 60)):
+    with patch.object(run, "MANY_ENTRIES", entries), patch.object(run, "MANY_RANKS", ranks):
+        seen = echelon.foresee(main, 17)
+    found.append(repr((seen.classes, seen.step_seconds, seen.traces)))
+print(json.dumps(found))
+"""
+
+
+def test_values_of_rank_0_reach_ranks_that_are_recorded_later():
+    """Rank 0 was recorded in a child process, and its values were gone: a deadlock was found that is none."""
+    done = subprocess.run([sys.executable, "-c", VALUES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    in_children, usual, alone = json.loads(done.stdout.splitlines()[-1])
+    assert in_children == usual == alone

@@ -218,6 +218,8 @@ class _Run:
         self._exchange = Exchange(self._start, self._started.__contains__)
         self._num_left = 0
         self._may_fork = not has_device_threads()
+        self._in_children: set[int] = set()
+        """Ranks that were recorded in child processes."""
         self._is_child = False
         self._facts: dict[tuple[Any, ...], str] = {}
         """Digests of the values that ranks in children have contributed to collectives."""
@@ -246,6 +248,8 @@ class _Run:
 
     def _record(self, ranks: Sequence[int]) -> None:
         """Records ranks in this process."""
+        # What others in child processes gave to collectives has gone with these: they run again if a rank needs it.
+        self._started.difference_update(self._in_children)
         self._world.scheduler.begin_anew()
         for rank in ranks:
             self._start(rank)
@@ -268,6 +272,7 @@ class _Run:
             self._may_fork = False
             return False
         self._started.update(found)
+        self._in_children.update(found)
         self.traces.update((rank, each.trace) for rank, each in found.items())
         return True
 
