@@ -316,7 +316,7 @@ def one_receives(group):
         (
             one_receives,
             [
-                "rank 0 -> rank 1 -> rank 0: let one of them send before it waits",
+                "rank 0 -> rank 1 -> rank 0: with rank 0 in a collective and rank 1 in a message: make all ranks",
                 r"rank 0 waits for rank 1 in gather\(dst=0\) of rows of float32\[\], #1 by \w+, at",
                 "rank 1 waits for rank 0 in receive from rank 0, tag 0, at",
             ],
