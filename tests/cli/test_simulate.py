@@ -236,6 +236,16 @@ def test_a_deadlock_is_explained_without_a_traceback(simulate, write):
     )
 
 
+def test_a_run_that_fails_has_no_picture_and_says_so(simulate, write, tmp_path):
+    script = write(START + "if rank == 0:\n    dist.barrier()")
+    ended = simulate("-n", 2, "--html", "step.html", "--chrome", "step.json", script)
+    assert ended.status == 1
+    assert ended.err.endswith(
+        "echelon: did not write step.html: the run failed\nechelon: did not write step.json: the run failed\n"
+    )
+    assert not list(tmp_path.glob("step.*"))
+
+
 def test_ctrl_c_shows_where_each_rank_is(simulate, write):
     script = write(
         START

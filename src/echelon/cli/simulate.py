@@ -142,6 +142,8 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) ->
     outcome = _outcome(options, arguments, options.seed, shown)
     if outcome.failure is not None:
         _tell(outcome.failure, shown)
+        for path in filter(None, (options.png, options.html, options.chrome)):
+            shown.say(f"did not write {path}: the run failed")
         return outcome.failure.status
     simulation = outcome.simulation
     assert simulation is not None
