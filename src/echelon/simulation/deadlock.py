@@ -158,8 +158,8 @@ def _advice(cycle: Sequence[Waiting]) -> str:
         if in_collective := [task.rank for task in cycle if task.is_collective]:
             others = [task.rank for task in cycle if not task.is_collective]
             return (
-                f"with {listed(in_collective)} in a collective and {listed(others)} in a message: make all ranks of the "
-                "group call the collective, or pass the message before it"
+                f"with {listed(in_collective)} in a collective and {listed(others)} in a message: make all ranks of "
+                "the group call the collective, or pass the message before it"
             )
         return "let one of them send before it waits"
     if len({task.group for task in cycle}) == 1:
