@@ -152,7 +152,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(("torch.distributed.run", "--nproc-per-node"), id="torchrun"),
+        pytest.param(("torch.distributed.run", "--nproc-per-node"), id="torchrun", marks=pytest.mark.slow),
         pytest.param(("echelon", "run", "-n"), id="echelon run", marks=pytest.mark.slow),
     ],
 )

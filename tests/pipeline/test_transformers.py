@@ -113,7 +113,7 @@ def train(group, make, at):
 @pytest.mark.parametrize(
     ("make", "at"),
     [
-        (llama, None),
+        pytest.param(llama, None, marks=pytest.mark.slow),
         pytest.param(gpt2, ["h.2"], marks=pytest.mark.slow),  # each rank traces the model, which takes seconds
         pytest.param(gpt2, None, marks=pytest.mark.slow),
         pytest.param(llama, ["layers.2"], marks=pytest.mark.slow),
