@@ -70,5 +70,5 @@ class Job:
         return known
 
     def played(self, roles: Mapping[int, PlayedRole]) -> Played:
-        """Returns the step, from those of its roles."""
+        """Combines the steps of all roles into the step of the job."""
         return Played(roles, self.classes, self.device, self.cluster)

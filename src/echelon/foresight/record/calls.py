@@ -57,7 +57,7 @@ class Calls:
             keeps_values: whether a later recording is answered by these calls.
         """
         self.clock = clock
-        self.keeps_values = keeps_values
+        self._keeps_values = keeps_values
         self.steps: list[list[Call]] = []
         """Calls of each step that has ended."""
         self._answers = answers
@@ -93,6 +93,8 @@ class Calls:
             yield made
         finally:
             self._depth -= 1
+            if not self._keeps_values:
+                made.values = None
             if is_outermost:
                 self._since = self.clock()
 

@@ -162,8 +162,7 @@ class RecordedGroup(EchelonProcessGroup):
                 answer(call, outputs, outputs if form.is_in_place else list(_tensors(values[1:2])), call.values)
             else:
                 run()
-                if recording.log.calls.keeps_values:
-                    call.values = [each.detach().clone() for each in outputs]
+                call.values = [each.detach().clone() for each in outputs]
         return self._keep(RecordedWork(recording.log, -1, outputs, not getattr(opts, "asyncOp", True)))
 
     def _reduce_known(self, tensors: Sequence[Tensor], op: str) -> None:

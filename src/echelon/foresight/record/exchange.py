@@ -135,8 +135,7 @@ class ExchangeExecutor(CollectiveExecutor):
                 with real_tensors():
                     return _answered(made, tensor, out)
             result = self._meet(collective, record, tensor, out)
-            if recording.log.calls.keeps_values:
-                made.values = _answer(result, tensor)
+            made.values = _answer(result, tensor)
             return result
 
     def _meet(self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None) -> Any:
