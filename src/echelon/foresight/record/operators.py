@@ -83,6 +83,8 @@ _OVERWRITES = frozenset(
 )
 """Operators that write their first argument without having read it."""
 _FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
+_TAKES_MASKS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "masked_select"})
+"""Operators whose arguments after the first can be masks, so that shapes depend on values."""
 _INTO_A_PART = frozenset({"all_gather_copy_in"})
 """Operators that write their first output, a part of their last input, and return that whole as well."""
 _CHUNK = 32
@@ -106,6 +108,7 @@ class Operator(NamedTuple):
     is_foreach: bool
     finds_overflow: bool
     """Whether its last output says if values are infinite or not a number."""
+    takes_masks: bool
     flops: Callable[..., int] | None
     shape: Callable[..., Shape] | None
 
@@ -130,6 +133,7 @@ def operator(func: Any) -> Operator:
         overwrites=name in _OVERWRITES,
         into_a_part=name in _INTO_A_PART,
         finds_overflow=name in _FINDS_OVERFLOW,
+        takes_masks=name in _TAKES_MASKS,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),
         shape=shape,
@@ -158,8 +162,10 @@ def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, A
     if facts.kind == "attention":
         assert facts.flops is not None
         return int(facts.flops(args, kwargs)), _attention_shape(facts.name, args)
-    flops = int(facts.flops(*args, **kwargs, out_val=out)) if facts.flops else 0
-    return flops, facts.shape(args) if facts.shape else ()
+    shape = facts.shape(args) if facts.shape else ()
+    if facts.flops is None:
+        return 2 * math.prod(shape), shape
+    return int(facts.flops(*args, **kwargs, out_val=out)), shape
 
 
 # Matrix products
@@ -173,12 +179,26 @@ def _bmm(a: Tensor, b: Tensor) -> Shape:
     return (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
 
 
+def _grouped_mm(args: Sequence[Any]) -> Shape:
+    """Products of groups of equal size: rows by a matrix of each group, or columns by rows, as for its gradient."""
+    a, b = args[0], args[1]
+    if a.ndim == b.ndim == 3:
+        return _bmm(a, b)
+    groups = max(1, args[2].shape[0])
+    if a.ndim == b.ndim:
+        return (groups, a.shape[0], b.shape[1], a.shape[1] // groups)
+    rows = a.shape[-2] if a.ndim == 3 else a.shape[0] // groups
+    columns = b.shape[-1] if b.ndim == 3 else b.shape[1] // groups
+    return (groups, rows, columns, a.shape[-1])
+
+
 _SHAPES: Mapping[str, Callable[..., Shape]] = {
     "mm": lambda args: _mm(args[0], args[1]),
     "addmm": lambda args: _mm(args[1], args[2]),
     "_addmm_activation": lambda args: _mm(args[1], args[2]),
     "_scaled_mm": lambda args: _mm(args[0], args[1]),
     "bmm": lambda args: _bmm(args[0], args[1]),
+    "_grouped_mm": _grouped_mm,
     "baddbmm": lambda args: _bmm(args[1], args[2]),
 }
 

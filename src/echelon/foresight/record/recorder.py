@@ -25,6 +25,7 @@ from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
+from echelon.foresight.record.routing import MASKS, Routing, decides_shape, without_masks
 from echelon.foresight.trace import UNKNOWN_STORAGE, HostWait, Kernel
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
@@ -69,6 +70,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self.log = log
         self.memory = memory
         self._results = FakeResults()
+        self.routing = Routing(log.assume)
         self._of_overflow: set[int] = set()
         """Storages that say whether values are infinite or not a number. They are taken to be 0 or false."""
 
@@ -88,12 +90,20 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             with real_tensors():
                 return func(*args, **kwargs)
         if facts.role == "view":
-            return self._results.run(func, args, kwargs)
+            out = self._results.run(func, args, kwargs)
+            if self.routing.concerns(func, inputs, False):
+                self.routing.follow(func, inputs, (), args, kwargs, out)
+            return out
         if facts.role == "allocation":
             out = self._results.run(func, args, kwargs)
             self.memory.number(out)
             return out
         if facts.role == "kernel":
+            if decides_shape(func):
+                return self._decided(func, facts, inputs, args, kwargs)
+            if facts.takes_masks and any(each.dtype in MASKS for each in inputs[1:]):
+                with self:
+                    return without_masks(func, facts.name, args, kwargs)
             return self._kernel(func, facts, inputs, args, kwargs)
         if facts.role == "collective":
             return functional_collective(self.log, self.memory, self._results, func, facts.name, inputs, args, kwargs)
@@ -109,6 +119,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.name != "_local_scalar_dense":
             log.assume("two tensors are equal")
             return True
+        if (value := self.routing.read(args[0])) is not None:
+            with real_tensors():
+                return value.item()
         number = self.memory.number(args[0])
         if number in self._of_overflow:
             log.assume("no value is infinite or not a number")
@@ -120,6 +133,21 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
         return kind(number not in self._of_overflow)
 
+    def _decided(
+        self, func: Any, facts: Operator, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Records an operator whose results have a shape that depends on values. The host waits for that shape."""
+        device = inputs[0].device
+        with without_functions():
+            before = [self.memory.number(each) for each in inputs]
+        out = self.routing.made(
+            func, args, kwargs, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+        )
+        with without_functions():
+            self._enter(facts, inputs, before, args, kwargs, out)
+        self.log.entries.append(HostWait(self.log.stream, -1, self.log.place()))
+        return out
+
     def _kernel(
         self, func: Any, facts: Operator, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -130,6 +158,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         out = self._results.run(func, args, kwargs)
         with without_functions():
             self._enter(facts, inputs, before, args, kwargs, out)
+        if self.routing.concerns(func, inputs, bool(facts.writes)):
+            self.routing.follow(func, inputs, _written(facts, args, kwargs), args, kwargs, out)
         return out
 
     def _enter(

@@ -1,0 +1,248 @@
+"""Values of indices and masks that follow from a choice among fake numbers, such as the experts of each token.
+
+Which experts a router chooses is unknown, since its numbers are fake. The choice is taken to be even: each expert gets
+as many tokens as the others. The indices that `topk` returns then have values, and so have the masks, counts and
+positions that a program computes from them. A result whose shape depends on values, as that of `nonzero`, gets the
+shape of an even choice.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon._torch_private.tensors import (
+    FakeTensor,
+    draws_random_numbers,
+    known_value,
+    real_tensors,
+    tree_leaves,
+    tree_map,
+)
+from echelon.errors import UnsupportedOp
+
+_aten = torch.ops.aten
+_MOST = 1 << 24
+"""Elements of a tensor up to which its values are computed."""
+_EVENLY = "indices are chosen evenly"
+_CHOICES: Mapping[Any, int] = {
+    _aten.topk.default: 2,
+    _aten.argmax.default: 1,
+    _aten.argmin.default: 1,
+    _aten.max.dim: 1,
+    _aten.min.dim: 1,
+    _aten.multinomial.default: -1,
+}
+"""Operators that choose indices along a dimension: the position of the argument that names it. -1: the last one."""
+_FILLS: Mapping[Any, Callable[..., Tensor]] = {
+    _aten.zeros.default: lambda shape, **_: torch.zeros(shape, dtype=torch.int64),
+    _aten.ones.default: lambda shape, **_: torch.ones(shape, dtype=torch.int64),
+    _aten.full.default: lambda shape, value, **_: torch.full(shape, value, dtype=torch.int64),
+    _aten.arange.default: lambda end, **_: torch.arange(end),
+    _aten.arange.start: lambda start, end, **_: torch.arange(start, end),
+    _aten.arange.start_step: lambda start, end, step=1, **_: torch.arange(start, end, step),
+}
+"""Operators that make tensors of known integers: functions that make them."""
+_ASSUMED: Mapping[Any, tuple[str, Callable[[Tensor], Tensor]]] = {
+    _aten.nonzero.default: ("all elements are chosen", torch.ones_like),
+    _aten._unique2.default: ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
+    _aten.unique_dim.default: ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
+    _aten.unique_consecutive.default: ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
+    _aten.bincount.default: ("all elements are 0", torch.zeros_like),
+    _aten.repeat_interleave.Tensor: ("each element is repeated once", torch.ones_like),
+}
+"""Operators whose results have a shape that depends on values: those assumed of a tensor without known ones."""
+_COLLECTIVES: Mapping[str, Callable[[Tensor, int, int], Tensor]] = {
+    "all_reduce": lambda value, _, size: value * size,
+    "all_gather": lambda value, _, size: value.reshape(-1).repeat(size),
+    "all_to_all": lambda value, rank, size: value.reshape(size, -1)[rank].repeat(size),
+}
+"""Results of collectives, by a rank's own values, its rank and the size of the group, as all ranks choose alike."""
+
+
+MASKS = frozenset({torch.bool, torch.uint8})
+
+
+class _UnknownError(Exception):
+    """A tensor has no known values."""
+
+
+def decides_shape(func: Any) -> bool:
+    """Whether the results of an operator have a shape that depends on values."""
+    return func in _ASSUMED
+
+
+def without_masks(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operator that takes masks with the positions of their elements instead, as torch does on a GPU."""
+    if name == "masked_select":
+        source, mask = torch.broadcast_tensors(args[0], args[1])
+        return _aten.index.Tensor(source, list(_aten.nonzero.default(mask).unbind(1)))
+    source, indices, *others = args
+    positions: list[Tensor | None] = []
+    for each in indices:
+        positions += _aten.nonzero.default(each).unbind(1) if each is not None and each.dtype in MASKS else (each,)
+    return func(source, positions, *others, **kwargs)
+
+
+class Routing:
+    """Known values of fake tensors of one rank."""
+
+    def __init__(self, assume: Callable[[str], None]) -> None:
+        self._assume = assume
+        self._values: dict[int, tuple[Tensor, weakref.ref[Tensor]]] = {}
+        """Values by the identity of the fake tensor."""
+        self._filled: dict[int, tuple[Callable[[], Tensor], weakref.ref[Tensor]]] = {}
+        """Functions that make the values of tensors that were filled, which are rarely needed."""
+
+    # Values
+
+    def read(self, tensor: Tensor) -> Tensor | None:
+        """Returns the values of a fake tensor that the host reads. None if they are unknown."""
+        if (value := self._value(tensor)) is not None:
+            self._assume(_EVENLY)
+        return value
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        found = self._values.get(id(tensor))
+        return None if found is None else found[0]
+
+    def _set(self, tensor: Tensor, value: Tensor) -> None:
+        key = id(tensor)
+        self._values[key] = value, weakref.ref(tensor, partial(_remove, self._values, key))
+
+    def _drop(self, tensors: Sequence[Tensor]) -> None:
+        """Forgets tensors that get unknown values, and all tensors that share their memory."""
+        for tensor in tensors:
+            self._filled.pop(id(tensor), None)
+            if (value := self._value(tensor)) is not None:
+                memory = value.untyped_storage().data_ptr()
+                alike = [key for key, (it, _) in self._values.items() if it.untyped_storage().data_ptr() == memory]
+                for key in alike:
+                    del self._values[key]
+
+    def _on_host(self, each: Any) -> Any:
+        """Returns an argument of an operator for the host: values in place of a fake tensor."""
+        if isinstance(each, torch.device):
+            return torch.device("cpu")
+        if not isinstance(each, FakeTensor):
+            return each
+        if (value := self._value(each)) is not None:
+            return value
+        if (filled := self._filled.pop(id(each), None)) is not None:
+            self._set(each, filled[0]().to(each.dtype))
+            return self._value(each)
+        if (value := known_value(each)) is None:
+            raise _UnknownError
+        return value
+
+    # Operations
+
+    def concerns(self, func: Any, inputs: Sequence[Tensor], writes: bool) -> bool:
+        """Whether `follow` has something to do after an operation."""
+        if func in _CHOICES or func in _FILLS or (writes and self._filled):
+            return True
+        return bool(self._values) and any(id(each) in self._values for each in inputs)
+
+    def follow(
+        self,
+        func: Any,
+        inputs: Sequence[Tensor],
+        written: Sequence[Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: Any,
+    ) -> None:
+        """Computes the values of an operation's results, where all of its inputs have known ones."""
+        if self._values and any(id(each) in self._values for each in inputs):
+            if not self._run(func, args, kwargs, out):
+                self._drop(written)
+        elif func in _CHOICES:
+            self._choose(_CHOICES[func], args, kwargs, out)
+        elif func in _FILLS:
+            if not out.dtype.is_floating_point and out.numel() <= _MOST:
+                key = id(out)
+                self._filled[key] = partial(_FILLS[func], *args), weakref.ref(out, partial(_remove, self._filled, key))
+        elif written and self._filled:
+            self._drop(written)
+
+    def _choose(self, position: int, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        source, indices = args[0], out if isinstance(out, Tensor) else out[1]
+        dim = args[position] if 0 < position < len(args) else kwargs.get("dim", None if position == 1 else -1)
+        if dim is None or not source.ndim or not indices.numel() or indices.numel() > _MOST:
+            return
+        dim %= source.ndim
+        shape = list(indices.shape)
+        if len(shape) < source.ndim:
+            shape.insert(dim, 1)
+        *others, count = [*shape[:dim], *shape[dim + 1 :], shape[dim]]
+        with real_tensors():
+            numbers = torch.arange(math.prod(shape)) % source.shape[dim]
+            self._set(indices, numbers.view(*others, count).movedim(-1, dim).reshape(indices.shape))
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
+        """Runs an operation on values. Returns False if that cannot be done."""
+        results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        if draws_random_numbers(func) or any(each.numel() > _MOST for each in results):
+            return False
+        try:
+            with real_tensors():
+                args, kwargs = tree_map(self._on_host, (tuple(args), dict(kwargs)))
+                if func is _aten.histc.default:  # of integers, which processors lack
+                    args = (args[0].double(), *args[1:])
+                made = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
+                made = [value.to(each.dtype) for each, value in zip(results, made, strict=True)]
+        except (_UnknownError, RuntimeError, IndexError, TypeError):
+            return False
+        for each, value in zip(results, made, strict=True):
+            self._set(each, value)
+        return True
+
+    def communicated(self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int) -> None:
+        """Computes the result of a collective of one tensor, as all ranks choose alike. Others become unknown."""
+        if not self._values and not self._filled:
+            return
+        value = self._value(inputs[0]) if len(inputs) == len(outputs) == 1 else None
+        if value is None or kind not in _COLLECTIVES or value.numel() % size:
+            self._drop(outputs)
+            return
+        with real_tensors():
+            made = _COLLECTIVES[kind](value, rank, size)
+            if made.numel() != outputs[0].numel():
+                self._drop(outputs)
+            elif inputs[0] is outputs[0]:
+                value.copy_(made)
+            else:
+                self._drop(outputs)
+                self._set(outputs[0], made.reshape(outputs[0].shape))
+
+    # Results whose shape depends on values
+
+    def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], new: Callable[..., Tensor]) -> Any:
+        """Returns the results of an operator whose shape depends on values. `new(shape, dtype)` makes a fake tensor."""
+        text, assumed = _ASSUMED[func]
+        source = args[0]
+        if source.numel() > _MOST:
+            raise UnsupportedOp(
+                f"the shape of {func.overloadpacket.__name__}'s result depends on the values of {source.numel():,} fake "
+                f"elements, and up to {_MOST:,} can be assumed; compute it without a shape that depends on values"
+            )
+        value = self._value(source)
+        self._assume(text if value is None else _EVENLY)
+        with real_tensors():
+            value = assumed(torch.empty(source.shape, dtype=source.dtype)) if value is None else value
+            made = func(value, *(None if isinstance(each, Tensor) else each for each in args[1:]), **kwargs)
+        results = []
+        for each in made if isinstance(made, tuple) else (made,):
+            results.append(new(list(each.shape), each.dtype))
+            self._set(results[-1], each)
+        return tuple(results) if isinstance(made, tuple) else results[0]
+
+
+def _remove(table: dict[int, Any], key: int, _: object) -> None:
+    table.pop(key, None)
