@@ -17,9 +17,7 @@ from echelon.foresight.record.answers import answer
 from echelon.foresight.record.calls import Call
 from echelon.foresight.record.exchange import RecordingBackend
 from echelon.foresight.record.here import Recording, recording_here
-from echelon.foresight.record.log import Log
 from echelon.foresight.record.mail import Route
-from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.works import RecordedWork
 from echelon.foresight.trace import Collective, Group, Message, Wait
 from echelon.group.group import ProcessGroup
@@ -141,6 +139,7 @@ class RecordedGroup(EchelonProcessGroup):
         log.entries.append(entry)
         if form.kind == "all_reduce":
             self._reduce_known(outputs, entry.op)
+        recording.routing.communicated(_with_op(entry), inputs, outputs, self.rank(), len(self.ranks))
         return self._keep(RecordedWork(log, entry.number, outputs, entry.blocking))
 
     def run_collective(
@@ -222,6 +221,8 @@ class RecordedGroup(EchelonProcessGroup):
         """Records a send or a receive of a fake tensor and returns its Work."""
         log = recording.log
         recording.memory.number(tensor)
+        if not is_send:
+            recording.routing.drop([tensor])
         phase, place, module = log.where([tensor])
         entry = Message(
             stream=log.stream,
@@ -307,8 +308,7 @@ _FUNCTIONAL_OPS = {"avg": "mean"}
 
 
 def functional_collective(
-    log: Log,
-    memory: Memory,
+    recording: Recording,
     results: FakeResults,
     func: Any,
     name: str,
@@ -317,6 +317,7 @@ def functional_collective(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Records a functional collective of fake tensors. Returns its result."""
+    log, memory = recording.log, recording.memory
     if name == "wait_tensor":
         number = log.pending.pop(memory.number(args[0]), None)
         if number is not None:
@@ -348,6 +349,7 @@ def functional_collective(
             module=module,
         )
         log.entries.append(entry)
+        recording.routing.communicated(_with_op(entry), inputs, outputs, group.rank(), len(group.ranks))
         log.pending.update((memory.number(each), entry.number) for each in outputs)
         return out
 
@@ -358,6 +360,10 @@ def _tensors(values: object) -> Iterator[Tensor]:
     elif isinstance(values, list | tuple):
         for value in values:
             yield from _tensors(value)
+
+
+def _with_op(entry: Collective) -> str:
+    return f"{entry.kind}({entry.op})" if entry.op else entry.kind
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

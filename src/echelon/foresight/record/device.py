@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, real_tensors
 from echelon.foresight.record.here import recording_here
+from echelon.foresight.trace import HostWait
 
 _CUDA = "cuda"
 
@@ -87,6 +88,8 @@ def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if not isinstance(tensor, FakeTensor):
         return func(*args, **kwargs)
+    if (known := _known(tensor)) is not None:
+        return known.tolist()
 
     def nested(shape: Sequence[int], value: object) -> object:
         return [nested(shape[1:], value) for _ in range(shape[0])] if shape else value
@@ -99,10 +102,21 @@ def _array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if not isinstance(tensor, FakeTensor):
         return func(*args, **kwargs)
+    if (known := _known(tensor)) is not None:
+        return known.numpy()
     with real_tensors():
         dtype = torch.empty((), dtype=tensor.dtype).numpy().dtype
     value = tensor.reshape(-1)[0].item() if tensor.numel() else 0
     return np.broadcast_to(np.array(value, dtype), tuple(tensor.shape))
+
+
+def _known(tensor: Tensor) -> Tensor | None:
+    """Returns the values of a fake tensor that follow from a choice, for the host. None if it has none."""
+    if (recording := recording_here()) is None or (value := recording.routing.read(tensor)) is None:
+        return None
+    recording.log.entries.append(HostWait(recording.log.stream, -1, recording.log.place()))
+    with real_tensors():
+        return value.detach().clone()
 
 
 def _formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -121,16 +135,12 @@ def _address(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return int(func(*args, **kwargs))
 
 
-def _counts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns counts of the values of a tensor, of which none is taken to be above `minlength`."""
-    given = {**dict(zip(("input", "weights", "minlength"), args, strict=False)), **kwargs}
-    length = given.get("minlength", 0)
-    recording = recording_here()
-    if recording is None or not isinstance(given["input"], FakeTensor) or not length:
+def _histogram(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Counts integers, which processors refuse."""
+    tensor, *others = args
+    if not isinstance(tensor, FakeTensor) or tensor.is_floating_point():
         return func(*args, **kwargs)
-    recording.log.assume(f"no value that bincount counts is above {length - 1}")
-    weights = given.get("weights")
-    return torch.zeros(length, dtype=torch.int64 if weights is None else torch.float64)
+    return func(tensor.double(), *others, **kwargs).to(tensor.dtype)
 
 
 # Attention
@@ -150,7 +160,8 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query, key, value = (each.to(low) for each in (query, key, value))
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     flash_is_enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    if mask is None and is_half and query.shape[-1] <= _FLASH_WIDTH and flash_is_enabled:
+    widths = {each.shape[-1] for each in (query, key, value)}
+    if mask is None and is_half and len(widths) == 1 and max(widths) <= _FLASH_WIDTH and flash_is_enabled:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout, is_causal, False, scale=scale)[0]
     if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype != torch.float64:  # type: ignore[no-untyped-call]
@@ -248,7 +259,6 @@ _READS: dict[str, _Special] = {
     "__array__": _array,
     "__format__": _formatted,
     "data_ptr": _address,
-    "bincount": _counts,
 }
 """Functions of torch that depend on values or addresses of a tensor, by name."""
 
@@ -256,6 +266,7 @@ _SPECIAL: dict[str, _Special] = {
     **_READS,
     "device": _device,
     "cuda": _first,
+    "histc": _histogram,
     "pin_memory": _first,
     "is_pinned": _true,
     "scaled_dot_product_attention": _attention,

@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.routing import Routing
 
 
 class Recording(NamedTuple):
-    """Log and memory of one rank."""
+    """Log, memory and known values of one rank."""
 
     rank: int
     log: Log
     memory: Memory
+    routing: Routing
 
 
 _thread = threading.local()

@@ -22,10 +22,9 @@ from echelon._torch_private.tensors import (
 )
 from echelon.call_site import is_own
 from echelon.foresight.record.communication import functional_collective
-from echelon.foresight.record.log import Log
-from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.here import Recording
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
-from echelon.foresight.record.routing import MASKS, Routing, decides_shape, without_masks
+from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.trace import UNKNOWN_STORAGE, HostWait, Kernel
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
@@ -65,12 +64,11 @@ _SMALL = 1 << 16
 class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of the thread in which it is active. A mode of fake tensors must be active below it."""
 
-    def __init__(self, log: Log, memory: Memory) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.log = log
-        self.memory = memory
+        self._recording = recording
+        self.log, self.memory, self.routing = recording.log, recording.memory, recording.routing
         self._results = FakeResults()
-        self.routing = Routing(log.assume)
         self._of_overflow: set[int] = set()
         """Storages that say whether values are infinite or not a number. They are taken to be 0 or false."""
 
@@ -106,7 +104,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                     return without_masks(func, facts.name, args, kwargs)
             return self._kernel(func, facts, inputs, args, kwargs)
         if facts.role == "collective":
-            return functional_collective(self.log, self.memory, self._results, func, facts.name, inputs, args, kwargs)
+            return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
         return self._read(facts, args)
 
     def _read(self, facts: Operator, args: Sequence[Any]) -> object:
@@ -140,9 +138,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         device = inputs[0].device
         with without_functions():
             before = [self.memory.number(each) for each in inputs]
-        out = self.routing.made(
-            func, args, kwargs, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-        )
+        out = self.routing.made(func, args, kwargs, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
         with without_functions():
             self._enter(facts, inputs, before, args, kwargs, out)
         self.log.entries.append(HostWait(self.log.stream, -1, self.log.place()))

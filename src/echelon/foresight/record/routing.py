@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from echelon._torch_private.tensors import (
 from echelon.errors import UnsupportedOp
 
 _aten = torch.ops.aten
-_MOST = 1 << 24
-"""Elements of a tensor up to which its values are computed."""
+_MOST, _FEW = 1 << 24, 1 << 16
+"""Elements of a tensor up to which its values are computed: where they follow from a choice, and elsewhere."""
 _EVENLY = "indices are chosen evenly"
 _CHOICES: Mapping[Any, int] = {
     _aten.topk.default: 2,
@@ -40,15 +40,21 @@ _CHOICES: Mapping[Any, int] = {
     _aten.multinomial.default: -1,
 }
 """Operators that choose indices along a dimension: the position of the argument that names it. -1: the last one."""
-_FILLS: Mapping[Any, Callable[..., Tensor]] = {
-    _aten.zeros.default: lambda shape, **_: torch.zeros(shape, dtype=torch.int64),
-    _aten.ones.default: lambda shape, **_: torch.ones(shape, dtype=torch.int64),
-    _aten.full.default: lambda shape, value, **_: torch.full(shape, value, dtype=torch.int64),
-    _aten.arange.default: lambda end, **_: torch.arange(end),
-    _aten.arange.start: lambda start, end, **_: torch.arange(start, end),
-    _aten.arange.start_step: lambda start, end, step=1, **_: torch.arange(start, end, step),
+_FILLS: Mapping[Any, Callable[[Sequence[int], Sequence[Any]], Tensor]] = {
+    **dict.fromkeys(
+        (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default), lambda shape, _: torch.zeros(shape)
+    ),
+    **dict.fromkeys(
+        (_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default), lambda shape, _: torch.ones(shape)
+    ),
+    _aten.full.default: lambda shape, args: torch.full(shape, args[1]),
+    _aten.full_like.default: lambda shape, args: torch.full(shape, args[1]),
+    _aten.new_full.default: lambda shape, args: torch.full(shape, args[2]),
+    _aten.arange.default: lambda _, args: torch.arange(*args),
+    _aten.arange.start: lambda _, args: torch.arange(*args),
+    _aten.arange.start_step: lambda _, args: torch.arange(*args),
 }
-"""Operators that make tensors of known integers: functions that make them."""
+"""Operators that make tensors of known integers: functions of the shape and the arguments that make them."""
 _ASSUMED: Mapping[Any, tuple[str, Callable[[Tensor], Tensor]]] = {
     _aten.nonzero.default: ("all elements are chosen", torch.ones_like),
     _aten._unique2.default: ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
@@ -59,14 +65,25 @@ _ASSUMED: Mapping[Any, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 """Operators whose results have a shape that depends on values: those assumed of a tensor without known ones."""
 _COLLECTIVES: Mapping[str, Callable[[Tensor, int, int], Tensor]] = {
-    "all_reduce": lambda value, _, size: value * size,
+    "all_reduce(sum)": lambda value, _, size: value * size,
+    "all_reduce(max)": lambda value, *_: value,
+    "all_reduce(min)": lambda value, *_: value,
     "all_gather": lambda value, _, size: value.reshape(-1).repeat(size),
-    "all_to_all": lambda value, rank, size: value.reshape(size, -1)[rank].repeat(size),
+    "all_to_all": lambda value, rank, size: value.reshape(-1).tensor_split(size)[rank].repeat(size),
 }
 """Results of collectives, by a rank's own values, its rank and the size of the group, as all ranks choose alike."""
 
 
 MASKS = frozenset({torch.bool, torch.uint8})
+
+
+class _Known(NamedTuple):
+    """Values of a fake tensor."""
+
+    value: Tensor
+    is_chosen: bool
+    """Whether they follow from a choice, and not from what the program wrote alone."""
+    holder: weakref.ref[Tensor]
 
 
 class _UnknownError(Exception):
@@ -81,7 +98,8 @@ def decides_shape(func: Any) -> bool:
 def without_masks(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an operator that takes masks with the positions of their elements instead, as torch does on a GPU."""
     if name == "masked_select":
-        source, mask = torch.broadcast_tensors(args[0], args[1])
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        source, mask = args[0].expand(shape), args[1].expand(shape)
         return _aten.index.Tensor(source, list(_aten.nonzero.default(mask).unbind(1)))
     source, indices, *others = args
     positions: list[Tensor | None] = []
@@ -95,34 +113,36 @@ class Routing:
 
     def __init__(self, assume: Callable[[str], None]) -> None:
         self._assume = assume
-        self._values: dict[int, tuple[Tensor, weakref.ref[Tensor]]] = {}
+        self._values: dict[int, _Known] = {}
         """Values by the identity of the fake tensor."""
         self._filled: dict[int, tuple[Callable[[], Tensor], weakref.ref[Tensor]]] = {}
-        """Functions that make the values of tensors that were filled, which are rarely needed."""
+        """Functions that make the values of large tensors that were filled, which are rarely needed."""
 
     # Values
 
     def read(self, tensor: Tensor) -> Tensor | None:
         """Returns the values of a fake tensor that the host reads. None if they are unknown."""
-        if (value := self._value(tensor)) is not None:
+        if (known := self._values.get(id(tensor))) is None:
+            return None
+        if known.is_chosen:
             self._assume(_EVENLY)
-        return value
+        return known.value
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         found = self._values.get(id(tensor))
-        return None if found is None else found[0]
+        return None if found is None else found.value
 
-    def _set(self, tensor: Tensor, value: Tensor) -> None:
+    def _set(self, tensor: Tensor, value: Tensor, *, is_chosen: bool) -> None:
         key = id(tensor)
-        self._values[key] = value, weakref.ref(tensor, partial(_remove, self._values, key))
+        self._values[key] = _Known(value, is_chosen, weakref.ref(tensor, partial(_remove, self._values, key)))
 
-    def _drop(self, tensors: Sequence[Tensor]) -> None:
+    def drop(self, tensors: Sequence[Tensor]) -> None:
         """Forgets tensors that get unknown values, and all tensors that share their memory."""
         for tensor in tensors:
             self._filled.pop(id(tensor), None)
             if (value := self._value(tensor)) is not None:
                 memory = value.untyped_storage().data_ptr()
-                alike = [key for key, (it, _) in self._values.items() if it.untyped_storage().data_ptr() == memory]
+                alike = [key for key, it in self._values.items() if it.value.untyped_storage().data_ptr() == memory]
                 for key in alike:
                     del self._values[key]
 
@@ -135,7 +155,7 @@ class Routing:
         if (value := self._value(each)) is not None:
             return value
         if (filled := self._filled.pop(id(each), None)) is not None:
-            self._set(each, filled[0]().to(each.dtype))
+            self._set(each, filled[0]().to(each.dtype), is_chosen=False)
             return self._value(each)
         if (value := known_value(each)) is None:
             raise _UnknownError
@@ -160,16 +180,24 @@ class Routing:
     ) -> None:
         """Computes the values of an operation's results, where all of its inputs have known ones."""
         if self._values and any(id(each) in self._values for each in inputs):
-            if not self._run(func, args, kwargs, out):
-                self._drop(written)
+            if not self._run(func, inputs, args, kwargs, out):
+                self.drop(written)
         elif func in _CHOICES:
             self._choose(_CHOICES[func], args, kwargs, out)
         elif func in _FILLS:
-            if not out.dtype.is_floating_point and out.numel() <= _MOST:
-                key = id(out)
-                self._filled[key] = partial(_FILLS[func], *args), weakref.ref(out, partial(_remove, self._filled, key))
+            self._fill(partial(_FILLS[func], list(out.shape), args), out)
         elif written and self._filled:
-            self._drop(written)
+            self.drop(written)
+
+    def _fill(self, make: Callable[[], Tensor], out: Tensor) -> None:
+        if out.dtype.is_floating_point or out.numel() > _MOST:
+            return
+        if out.numel() > _FEW:
+            key = id(out)
+            self._filled[key] = make, weakref.ref(out, partial(_remove, self._filled, key))
+        else:
+            with real_tensors():
+                self._set(out, make().to(out.dtype), is_chosen=False)
 
     def _choose(self, position: int, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         source, indices = args[0], out if isinstance(out, Tensor) else out[1]
@@ -183,43 +211,48 @@ class Routing:
         *others, count = [*shape[:dim], *shape[dim + 1 :], shape[dim]]
         with real_tensors():
             numbers = torch.arange(math.prod(shape)) % source.shape[dim]
-            self._set(indices, numbers.view(*others, count).movedim(-1, dim).reshape(indices.shape))
+            self._set(indices, numbers.view(*others, count).movedim(-1, dim).reshape(indices.shape), is_chosen=True)
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
+    def _run(
+        self, func: Any, inputs: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> bool:
         """Runs an operation on values. Returns False if that cannot be done."""
         results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-        if draws_random_numbers(func) or any(each.numel() > _MOST for each in results):
+        known = [self._values[id(each)] for each in inputs if id(each) in self._values]
+        is_chosen = any(each.is_chosen for each in known)
+        most = _MOST if is_chosen else _FEW
+        if draws_random_numbers(func) or any(each.numel() > most for each in results):
             return False
         try:
             with real_tensors():
                 args, kwargs = tree_map(self._on_host, (tuple(args), dict(kwargs)))
-                if func is _aten.histc.default:  # of integers, which processors lack
-                    args = (args[0].double(), *args[1:])
                 made = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
                 made = [value.to(each.dtype) for each, value in zip(results, made, strict=True)]
         except (_UnknownError, RuntimeError, IndexError, TypeError):
             return False
         for each, value in zip(results, made, strict=True):
-            self._set(each, value)
+            self._set(each, value, is_chosen=is_chosen)
         return True
 
-    def communicated(self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int) -> None:
+    def communicated(
+        self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int
+    ) -> None:
         """Computes the result of a collective of one tensor, as all ranks choose alike. Others become unknown."""
         if not self._values and not self._filled:
             return
-        value = self._value(inputs[0]) if len(inputs) == len(outputs) == 1 else None
-        if value is None or kind not in _COLLECTIVES or value.numel() % size:
-            self._drop(outputs)
+        known = self._values.get(id(inputs[0])) if len(inputs) == len(outputs) == 1 else None
+        if known is None or kind not in _COLLECTIVES:
+            self.drop(outputs)
             return
         with real_tensors():
-            made = _COLLECTIVES[kind](value, rank, size)
+            made = _COLLECTIVES[kind](known.value, rank, size)
             if made.numel() != outputs[0].numel():
-                self._drop(outputs)
+                self.drop(outputs)
             elif inputs[0] is outputs[0]:
-                value.copy_(made)
+                known.value.copy_(made)
             else:
-                self._drop(outputs)
-                self._set(outputs[0], made.reshape(outputs[0].shape))
+                self.drop(outputs)
+                self._set(outputs[0], made.reshape(outputs[0].shape), is_chosen=known.is_chosen)
 
     # Results whose shape depends on values
 
@@ -229,18 +262,19 @@ class Routing:
         source = args[0]
         if source.numel() > _MOST:
             raise UnsupportedOp(
-                f"the shape of {func.overloadpacket.__name__}'s result depends on the values of {source.numel():,} fake "
-                f"elements, and up to {_MOST:,} can be assumed; compute it without a shape that depends on values"
+                f"the shape of {func.overloadpacket.__name__}'s result depends on the values of {source.numel():,} "
+                f"fake elements, and at most {_MOST:,} can be assumed: compute it without such a shape"
             )
-        value = self._value(source)
-        self._assume(text if value is None else _EVENLY)
+        value = self.read(source)
+        if value is None:
+            self._assume(text)
         with real_tensors():
             value = assumed(torch.empty(source.shape, dtype=source.dtype)) if value is None else value
             made = func(value, *(None if isinstance(each, Tensor) else each for each in args[1:]), **kwargs)
         results = []
         for each in made if isinstance(made, tuple) else (made,):
             results.append(new(list(each.shape), each.dtype))
-            self._set(results[-1], each)
+            self._set(results[-1], each, is_chosen=True)
         return tuple(results) if isinstance(made, tuple) else results[0]
 
 

@@ -37,6 +37,7 @@ from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
 from echelon.foresight.record.processes import Children, Recorded, can_fork, has_device_threads
 from echelon.foresight.record.recorder import Recorder
+from echelon.foresight.record.routing import Routing
 from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
 from echelon.foresight.record.until import Until
 from echelon.foresight.record.writes import no_writes
@@ -334,16 +335,17 @@ class _Run:
             timing = self._request.timing
             clock = time.thread_time if timing is None else timing.clock
             log = Log(Calls(self._request.answers, clock, self._request.keeps_calls))
-            memory = Memory(log)
+            memory, routing = Memory(log), Routing(log.assume)
             until = Until(self._request.until) if self._request.until else None
             steps = self._steps[rank] = Steps(log, memory, self._request.steps, until is None, timing)
-            with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
+            recording = Recording(rank, log, memory, routing)
+            with provide(group), self.torch.rank(group), recorded(recording), ExitStack() as stack:
                 if timing is None:
                     Modules(log).watch()
                     stack.enter_context(taking_fake_tensors())
                     stack.enter_context(recorded_tensors())
                     stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
-                    stack.enter_context(Recorder(log, memory))
+                    stack.enter_context(Recorder(recording))
                 else:
                     gc.enable()
                 try:

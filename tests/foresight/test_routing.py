@@ -1,0 +1,160 @@
+"""Programs whose shapes depend on values: routed experts, masks and counts."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon import UnsupportedOp
+from echelon.foresight.record import routing
+from echelon.foresight.record.run import record
+from echelon.foresight.trace import Collective, HostWait, Kernel
+from tests.foresight import programs
+
+TOKENS, WIDTH, EXPERTS, CHOSEN = 48, 16, 8, 2
+
+
+def recorded(program, world_size=1):
+    return record(program, world_size)[0]
+
+
+def shapes(trace):
+    """Shapes of the matrix products of the forward."""
+    kernels = [each for each in trace.entries if isinstance(each, Kernel)]
+    return [each.shape for each in kernels if each.kind == "matmul" and each.phase != "backward"]
+
+
+def assumptions(trace):
+    return {each.rpartition(" at ")[0] for each in trace.assumptions}
+
+
+def chosen(device, experts=EXPERTS):
+    """Indices of the experts of each token, and their weights, as a router gives them."""
+    return torch.randn(TOKENS, experts, device=device).softmax(-1).topk(CHOSEN, -1)
+
+
+def by_nonzero(tokens, indices, experts):
+    for number, expert in enumerate(experts):
+        places = (indices == number).any(-1).nonzero().squeeze(-1)
+        expert(tokens[places])
+
+
+def by_where(tokens, indices, experts):
+    mask = nn.functional.one_hot(indices, len(experts)).permute(2, 1, 0)
+    for number in mask.sum(dim=(-1, -2)).greater(0).nonzero():
+        _, places = torch.where(mask[number[0]])
+        experts[number[0]](tokens[places])
+
+
+def by_mask(tokens, indices, experts):
+    for number, expert in enumerate(experts):
+        expert(tokens[indices.eq(number).any(-1)])
+
+
+def by_sorting(tokens, indices, experts):
+    order = indices.view(-1).argsort(stable=True)
+    counts = torch.bincount(indices.view(-1), minlength=len(experts))
+    for part, expert in zip(tokens[order // CHOSEN].split(counts.tolist()), experts, strict=True):
+        expert(part)
+
+
+@pytest.mark.parametrize("route", [by_nonzero, by_where, by_mask, by_sorting])
+def test_experts_get_equally_many_tokens(route):
+    def program():
+        device = programs.begin()
+        experts = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(EXPERTS)).to(device)
+        route(torch.randn(TOKENS, WIDTH, device=device), chosen(device).indices, experts)
+
+    trace = recorded(program)
+    assert shapes(trace) == [(1, TOKENS * CHOSEN // EXPERTS, 4, WIDTH)] * EXPERTS
+    assert assumptions(trace) == {"indices are chosen evenly"}
+    assert any(isinstance(each, HostWait) for each in trace.entries)
+
+
+def test_tokens_that_travel_to_their_experts_arrive():
+    world_size = 4
+
+    def program():
+        device = programs.begin()
+        per_rank = EXPERTS // world_size
+        indices = chosen(device).indices.view(-1)
+        counts = torch.histc(indices, bins=EXPERTS, min=0, max=EXPERTS - 1)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts)
+        sizes = counts.view(world_size, per_rank).sum(1).tolist()
+        new_sizes = received.view(world_size, per_rank).sum(1).tolist()
+        tokens = torch.randn(TOKENS * CHOSEN, WIDTH, device=device)
+        arrived = tokens.new_empty(sum(new_sizes), WIDTH)
+        dist.all_to_all_single(arrived, tokens, new_sizes, sizes)
+        owners = torch.repeat_interleave(torch.arange(per_rank, device=device).repeat(world_size), received)
+        expert = nn.Linear(WIDTH, 4).to(device)
+        expert(arrived[owners == 0])
+
+    trace = recorded(program, world_size)
+    _, tokens = [each for each in trace.entries if isinstance(each, Collective)]
+    assert tokens.num_bytes == TOKENS * CHOSEN * WIDTH * 4
+    assert shapes(trace) == [(1, TOKENS * CHOSEN // 2, 4, WIDTH)]
+
+
+def test_values_that_follow_from_nothing_are_assumed():
+    results = {}
+
+    def program():
+        device = programs.begin()
+        numbers = torch.randn(6, 5, device=device)
+        labels = torch.randint(0, 9, (30,)).to(device)
+        results["mask"] = numbers[numbers > 0].shape
+        results["selected"] = torch.masked_select(numbers, numbers[0] > 0).shape
+        results["unique"] = labels.unique().shape
+        results["counts"] = torch.bincount(labels, minlength=9).shape
+        numbers[numbers > 1] = 0.0
+        # A value that the program has written is known, also after it was changed in place.
+        flags = torch.zeros(4, dtype=torch.int64, device=device)
+        flags[1:3] += 2
+        results["known"] = flags.tolist()
+        flags.add_(labels[:4])
+        results["unknown"] = flags.tolist()
+
+    trace = recorded(program)
+    assert results == {
+        "mask": (30,),
+        "selected": (30,),
+        "unique": (30,),
+        "counts": (9,),
+        "known": [0, 2, 2, 0],
+        "unknown": [1, 1, 1, 1],
+    }
+    assert {"all elements are chosen", "all elements differ", "all elements are 0"} < assumptions(trace)
+
+
+def test_a_gradient_goes_back_through_a_mask():
+    def program():
+        device = programs.begin()
+        tokens = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
+        tokens[chosen(device).indices.eq(3).any(-1)].sum().backward()
+        assert tokens.grad.shape == tokens.shape
+
+    recorded(program)
+
+
+def test_a_received_tensor_has_unknown_values():
+    results = []
+
+    def program():
+        device = programs.begin()
+        numbers = torch.zeros(2, dtype=torch.int64, device=device)
+        (dist.send if dist.get_rank() else dist.recv)(numbers, 1 - dist.get_rank())
+        results.append(numbers.tolist())
+
+    record(program, 2, (0, 1))
+    assert sorted(results) == [[0, 0], [1, 1]]
+
+
+def test_too_many_values_are_refused(monkeypatch):
+    monkeypatch.setattr(routing, "_MOST", 10)
+
+    def program():
+        torch.randn(11, device=programs.begin()).gt(0).nonzero()
+
+    with pytest.raises(UnsupportedOp, match="nonzero's result depends on the values of 11 fake elements"):
+        recorded(program)
