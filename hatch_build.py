@@ -16,9 +16,11 @@ class NativeBuildHook(BuildHookInterface[Any]):
     """
 
     def dependencies(self) -> list[str]:
-        """Returns the compiler to fetch, where the system has none."""
+        """Returns the compiler to fetch, where it is needed."""
         build = self._build()
-        return [build["ZIG"]] if build["is_wanted"]() and build["system_compiler"]() is None else []
+        if os.environ.get("ECHELON_WHEEL_MACHINE"):
+            return [build["ZIG"]]
+        return [build["ZIG"]] if build["is_wanted"]() and build["needs_zig"]() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles before the files of the wheel are collected."""

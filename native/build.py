@@ -59,6 +59,16 @@ def zig_compiler(machine: str) -> list[str]:
     return [sys.executable, "-m", "ziglang", "cc", *ZIG_TARGETS[machine]]
 
 
+def has_library() -> bool:
+    """Whether there is a library for this machine, where a compiler makes it."""
+    return sys.platform == "linux" and platform.machine() in ZIG_TARGETS
+
+
+def needs_zig() -> bool:
+    """Whether the library for this machine is made by the compiler in `ziglang`."""
+    return has_library() and system_compiler() is None
+
+
 def platform_tag() -> str:
     """Returns the platform of a wheel with the library: the C library of zig's target, or this system's."""
     return f"linux_{platform.machine()}" if system_compiler() else pinned_tag(platform.machine())
@@ -102,7 +112,7 @@ def build() -> Path:
         BuildError: there is no compiler, it failed, or this is no machine for which there is a library.
     """
     machine = platform.machine()
-    if sys.platform != "linux" or machine not in ZIG_TARGETS:
+    if not has_library():
         raise BuildError(f"there is no native library for {machine} with {sys.platform}")
     compile_library(library(machine), system_compiler() or zig_compiler(machine))
     return library(machine)

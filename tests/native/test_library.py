@@ -166,7 +166,10 @@ def test_a_machine_without_compilers_gets_one_from_a_wheel(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert BUILD["system_compiler"]() is None
+    assert BUILD["needs_zig"]()
     assert BUILD["zig_compiler"]("aarch64")[-3:] == ["-target", "aarch64-linux-gnu.2.17", "-mcpu=generic"]
     assert BUILD["platform_tag"]() == f"manylinux_2_17_{platform.machine()}"
     monkeypatch.setenv("ECHELON_NATIVE", "0")
     assert not BUILD["is_wanted"]()
+    monkeypatch.setattr(platform, "machine", lambda: "ppc64le")
+    assert not BUILD["needs_zig"]()  # which has no such wheel, so pip would fail

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import shutil
 import struct
 import subprocess
 import sys
@@ -81,6 +82,55 @@ def test_the_wheel_for_this_machine_works_in_a_fresh_environment(made, tmp_path)
         **settings,
     )
     assert "float32" in table
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A clone of the project, and an environment with Python and pip whose PATH has no compiler."""
+    names = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, tmp_path / "clone" / name)
+    venv.create(tmp_path / "venv", with_pip=True)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("ECHELON_", "PYTHON"))}
+    environ.pop("CC", None)
+    return {
+        "cwd": tmp_path / "clone",
+        "env": {**environ, "PATH": str(tmp_path / "venv" / "bin"), "HOME": str(tmp_path)},
+    }
+
+
+def install(bare, *options):
+    """Installs the clone as `make` does, without what it depends on. Returns what pip printed."""
+    return run(f"{bare['env']['PATH']}/python", "-m", "pip", "install", "-v", "--no-deps", *options, "-e", ".", **bare)
+
+
+def library_of(bare):
+    return bare["cwd"] / "src" / "echelon" / "_native" / "library" / f"core-{platform.machine()}.so"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+def test_a_clone_without_compilers_gets_one_from_a_wheel(made, bare):
+    del made  # it skips where nothing can be fetched
+    install(bare)
+    assert library_of(bare).read_bytes()[:4] == b"\x7fELF"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+def test_a_clone_without_any_compiler_is_installed_and_warns(made, bare):
+    """As where `ziglang` is not to be had. `test_library` has such a rank use TCP."""
+    python = f"{bare['env']['PATH']}/python"
+    run(python, "-m", "pip", "install", "--quiet", "hatchling", "editables", **bare)
+    assert "no native library, so ranks of one host will use TCP" in install(bare, "--no-build-isolation")
+    assert not library_of(bare).exists()
+    (site,) = (bare["cwd"].parent / "venv").glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    said = run(python, "-c", "from echelon import _native; print(_native.__file__, _native.OBSTACLE)", **bare)
+    assert said.startswith(str(bare["cwd"]))
+    assert "the native library was not built: install Echelon again, with a C compiler" in said
 
 
 def make_wheel(folder, tag="py3-none-manylinux_2_17_aarch64", library="core-aarch64.so", machine=183, inner=None):
