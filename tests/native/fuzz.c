@@ -4,18 +4,33 @@
  *
  * The fields of the region have poisoned gaps between them, and private memory is exactly as long as it has to be. So
  * an access that is led astray by a peer's bytes ends the program. A peer also writes while the rank copies, yields and
- * sleeps. A function of the library is one function here and a line of the table at the end. */
+ * sleeps. A function of the library is one function here and a line of the table at the end. Parts that the sources of
+ * the library have are fuzzed: rings of messages where there is messages.h, programs where there is calls.h. */
 
 #include <sanitizer/asan_interface.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "board.h"
 #include "shared.h"
+#if __has_include("messages.h")
+#include <fcntl.h>
 
-enum { MAX_RANKS = 4, NOTE = 48, RESULT = 256, SMALL = 1536, GAP = 64, RANK_BYTES = 5120, NUM_CODES = 5, PATIENCE = 6 };
+#include "messages.h"
+#define HAS_MESSAGES 1
+#else
+#define HAS_MESSAGES 0
+#endif
+#if __has_include("calls.h")
+#define HAS_PROGRAMS 1
+#else
+#define HAS_PROGRAMS 0
+#endif
+
+enum { MAX_RANKS = 4, NOTE = 48, RESULT = 256, SMALL = 1536, GAP = 64, RANK_BYTES = 5120, NUM_CODES = 6, PATIENCE = 6 };
 
 static void fail(const char *what, uint64_t number) {
     printf("wrong: %s %llu\n", what, (unsigned long long)number);
@@ -131,12 +146,14 @@ static void write_field(uint64_t peer, int which, int is_honest) {
     }
 }
 
-/* What peers do while the rank is busy elsewhere. */
-static void let_peers_write(void) {
+static void write_boards(void) {
     uint64_t peer = below(board.num_ranks);
     if (peer != board.rank)
         write_field(peer, (int)below(8), below(2));
 }
+
+/* What peers do while the rank is busy elsewhere. */
+static void (*let_peers_write)(void) = write_boards;
 
 static void *copy_and_let_write(void *to, const void *from, size_t num_bytes) {
     uint64_t offset = (uint64_t)((char *)to - region);
@@ -297,12 +314,235 @@ static int fuzz_exchange(void) {
     return code;
 }
 
+#if HAS_PROGRAMS
+
+/* Any steps of a large operation; what they need not be is in an order that makes sense. */
+static int fuzz_play(void) {
+    enum { MAX_STEPS = 8, ROOM = 256 };
+    uint64_t num_steps = below(MAX_STEPS + 1), num_sources = 0;
+    int dtype = (int)below(NUM_DTYPES);
+    combine_function combine = find_combine(SUM, dtype);
+    if (!combine)
+        return NOT_SO;
+    begin();
+    let_peers_announce();
+    uint64_t itemsize = size_of(dtype);
+    char *own = allocate(ROOM), *target = allocate(ROOM);
+    struct program *program = allocate(sizeof(struct program) + num_steps * (sizeof(struct step) + 16 * MAX_RANKS));
+    uint64_t *pairs = (uint64_t *)(program->steps + num_steps);
+    program->num_steps = num_steps;
+    for (uint64_t i = 0; i < num_steps; i++) {
+        struct step *step = program->steps + i;
+        uint64_t num_bytes = below(ROOM + 1), at_own = below(ROOM - num_bytes + 1), at_target = below(ROOM - num_bytes + 1);
+        uint64_t count = num_bytes / itemsize, place = board.small[below(2)] + 8 * below((SMALL - ROOM) / 8);
+        step->kind = below(COMBINES + 1);
+        if (step->kind == WAITS_FOR)
+            step->needs = below(3);
+        else if (step->kind == PUTS) {
+            step->put.to = place;
+            step->put.from = at_own;
+            step->put.num_bytes = num_bytes;
+        } else if (step->kind == GETS) {
+            step->get.owner = below(board.num_ranks);
+            step->get.from = place;
+            step->get.to = at_target;
+            step->get.num_bytes = num_bytes;
+        } else if (step->kind == COMBINES) {
+            step->combine.first_source = num_sources;
+            step->combine.to = itemsize * below(ROOM / itemsize - count + 1);
+            step->combine.count = count;
+            for (uint64_t rank = 0; rank < board.num_ranks; rank++, num_sources++) {
+                pairs[2 * num_sources] = rank;
+                pairs[2 * num_sources + 1] = rank == board.rank ? itemsize * below(ROOM / itemsize - count + 1) : place;
+            }
+        }
+    }
+    int code = meet(&board, mark, note, note_bytes, words, (int)num_words);
+    if (code == DONE)
+        code = play(&board, program, own, target, combine, itemsize);
+    code = finish(code);
+    free(program);
+    free(target);
+    free(own);
+    return code;
+}
+
+#endif
+
+#if HAS_MESSAGES
+
+/* A ring of messages, and the peer at its other end */
+
+enum { RING = 1024, MAX_HEAD = 96 };
+
+static char *ring;
+static uint64_t *records_word, *taken_word, *waiting_word, *asleep_word;
+static struct bell bell;
+static struct inlet inlet;
+static struct outlet outlet;
+/* The message that is expected, as far as a peer knows it. */
+static uint64_t head_bytes, payload_bytes;
+static char *head;
+
+static uint64_t round_up(uint64_t value, uint64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+static uint64_t size_of_record(void) {
+    return round_up(round_up(PREFIX_BYTES + head_bytes, PAYLOAD_ALIGNMENT) + payload_bytes, RECORD_ALIGNMENT);
+}
+
+static void set_prefix(uint64_t offset, uint64_t record, uint64_t header, uint64_t part, uint64_t part_bytes) {
+    uint32_t sizes[2] = {(uint32_t)record, (uint32_t)header};
+    memcpy(ring + offset, sizes, sizeof sizes);
+    memcpy(ring + offset + 8, &part, 8);
+    memcpy(ring + offset + 16, &part_bytes, 8);
+}
+
+/* The record that comes next: the right one, one that skips the end of the ring, or another. */
+static void write_record(int is_honest) {
+    uint64_t offset = inlet.taken % RING, size = size_of_record(), left = RING - offset;
+    if (!is_honest && below(2)) {
+        /* The right header in a record of another length, which may pass the end of the ring. */
+        uint64_t most = left - PREFIX_BYTES, length = RECORD_ALIGNMENT * (1 + below(8));
+        set_prefix(offset, length, head_bytes, 0, 0);
+        memcpy(ring + offset + PREFIX_BYTES, head, head_bytes < most ? head_bytes : most);
+        *records_word = inlet.taken + length;
+        return;
+    }
+    if (offset + size > RING) {
+        set_prefix(offset, is_honest ? RING - offset : odd_number(RING - offset), 0, 0, 0);
+        offset = 0;
+    }
+    if (offset + size > RING)
+        return;
+    set_prefix(offset, size, head_bytes, 0, 0);
+    memcpy(ring + offset + PREFIX_BYTES, head, head_bytes);
+    if (is_honest)
+        return;
+    switch (below(4)) {
+    case 0: set_prefix(offset, odd_number(size), head_bytes, 0, 0); break;
+    case 1: set_prefix(offset, size, odd_number(head_bytes), 0, 0); break;
+    case 2: set_prefix(offset, size, head_bytes, number(), odd_number(0)); break;
+    default: fill(ring + below(RING - 8), 8); break;
+    }
+}
+
+static void write_rings(void) {
+    uint64_t right = inlet.taken + (inlet.taken % RING + size_of_record() > RING ? RING - inlet.taken % RING : 0);
+    switch (below(5)) {
+    case 0: write_record((int)below(2)); break;
+    case 1: *records_word = below(2) ? right + size_of_record() : odd_number(right); break;
+    case 2: *taken_word = below(2) ? outlet.records : odd_number(outlet.records); break;
+    case 3: *waiting_word = number(); break;
+    default: *asleep_word = number(); break;
+    }
+}
+
+static void begin_ring(void) {
+    uint64_t begun = RECORD_ALIGNMENT * (below(4) ? below(64) : number() >> 8);
+    let_peers_write = write_rings;
+    ring = allocate(RING);
+    records_word = allocate(8);
+    taken_word = allocate(8);
+    waiting_word = allocate(8);
+    asleep_word = allocate(8);
+    head_bytes = 1 + below(MAX_HEAD);
+    payload_bytes = below(200);
+    head = allocate(head_bytes);
+    bell = (struct bell){asleep_word, number(), below(2) ? NO_FD : (uint64_t)open("/dev/null", O_WRONLY)};
+    inlet = (struct inlet){.ring = ring, .ring_bytes = RING, .records_word = records_word, .taken_word = taken_word,
+                           .waiting_word = waiting_word, .bell = &bell, .most_head_bytes = MAX_HEAD, .taken = begun,
+                           .told = begun};
+    outlet = (struct outlet){.ring = ring, .ring_bytes = RING, .records_word = records_word, .taken_word = taken_word,
+                             .bell = &bell, .records = begun, .taken = begun};
+    *records_word = *taken_word = begun;
+}
+
+static int end_ring(int code) {
+    if (bell.fd != NO_FD)
+        close((int)bell.fd);
+    free(head);
+    free(asleep_word);
+    free(waiting_word);
+    free(taken_word);
+    free(records_word);
+    free(ring);
+    let_peers_write = write_boards;
+    return code;
+}
+
+static void announce_record(void) {
+    int is_honest = below(3) != 0;
+    write_record(is_honest);
+    uint64_t left = RING - inlet.taken % RING, size = size_of_record();
+    uint64_t right = inlet.taken + size + (size > left ? left : 0);
+    if (is_honest)
+        *records_word = right;
+    else if (below(2))
+        *records_word = odd_number(right);
+}
+
+static int fuzz_take(void) {
+    begin_ring();
+    struct message *message = allocate(sizeof(struct message) + head_bytes);
+    *message = (struct message){.head_bytes = head_bytes, .num_bytes = payload_bytes};
+    memcpy((char *)message + sizeof(struct message), head, head_bytes);
+    char *out = allocate(payload_bytes);
+    int code = WAITING;
+    for (int i = 0; i < PATIENCE && code != DIFFERS; i++) {
+        announce_record();
+        code = take(&inlet, message, out);
+    }
+    free(out);
+    free(message);
+    return end_ring(code);
+}
+
+/* The caller reads the record that was found: all of it is in the ring. */
+static int fuzz_find(void) {
+    begin_ring();
+    int code = WAITING;
+    for (int i = 0; i < PATIENCE && code != DIFFERS; i++) {
+        announce_record();
+        code = find(&inlet);
+        if (code != DONE)
+            continue;
+        if (inlet.head > RING || inlet.head_bytes > MAX_HEAD || inlet.head + inlet.head_bytes > RING)
+            fail("header found at", inlet.head);
+        if (inlet.head - PREFIX_BYTES + inlet.record_bytes > RING || inlet.available > RING)
+            fail("record found of bytes", inlet.record_bytes);
+        look(&inlet, below(3), 0);
+        release(&inlet);
+    }
+    return end_ring(code);
+}
+
+static int fuzz_put(void) {
+    begin_ring();
+    char *payload = allocate(payload_bytes);
+    int code = DONE;
+    for (int i = 0; i < PATIENCE; i++) {
+        if (!below(3))
+            *taken_word = below(2) ? outlet.records : odd_number(outlet.records);
+        code = put(&outlet, head, head_bytes, payload, payload_bytes, number(), below(4) ? 0 : number());
+    }
+    free(payload);
+    return end_ring(code);
+}
+
+#endif
+
 static const struct {
     const char *name;
     int (*call)(void);
 } functions[] = {
     {"meet", fuzz_meet},         {"ticks", fuzz_ticks},         {"all_reduce", fuzz_all_reduce},
     {"reduce", fuzz_reduce},     {"broadcast", fuzz_broadcast}, {"exchange", fuzz_exchange},
+#if HAS_PROGRAMS
+    {"play", fuzz_play},
+#endif
+#if HAS_MESSAGES
+    {"take", fuzz_take},         {"find", fuzz_find},           {"put", fuzz_put},
+#endif
 };
 
 int main(int num_arguments, char **arguments) {
