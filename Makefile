@@ -22,7 +22,7 @@ QUICK := -m "not slow" -n logical --maxprocesses 4 --dist worksteal
 # The tests start some hundred processes, which would all compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test slow mutations conformance conformance-simulated compat gpu docs lint format clean
+.PHONY: help demo test slow mutations conformance conformance-simulated compat gpu docs wheels lint format clean
 
 help:
 	@echo "make demo    train a small language model on four ranks (dp=2, pp=2), after a forecast of its step"
@@ -34,6 +34,7 @@ help:
 	@echo "make compat TORCH=2.15.0  run the quick tests with another version of torch (gigabytes, some minutes)"
 	@echo "make gpu     run the tests that need a GPU with CUDA"
 	@echo "make docs    build the site of the documentation into site/"
+	@echo "make wheels  make wheels for x86-64 and ARM64 and an sdist, all on this machine, into dist/"
 	@echo "make lint    check formatting, style, types and prose"
 	@echo "make format  format the code"
 	@echo "make clean   remove .venv and .venv-torch-*, caches and outputs"
@@ -76,6 +77,9 @@ gpu: $(STAMP)
 # The theme prints an advertisement of its successor unless this variable is set.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+wheels: $(STAMP)
+	$(BIN)/python tools/wheels.py
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

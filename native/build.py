@@ -17,10 +17,11 @@ SOURCES = ("module.c", "tensor.c", "board.c", "waiting.c", "combine.c")
 ZIG = "ziglang==0.17.1"
 """Requirement of a build without a compiler. Pinned: versions differ in their code, and some were yanked."""
 # zig would compile for this very processor. x86_64_v2 is what every machine of the last 15 years has.
-_ZIG_TARGETS = {
+ZIG_TARGETS = {
     "x86_64": ("-target", "x86_64-linux-gnu.2.17", "-mcpu=x86_64_v2"),
     "aarch64": ("-target", "aarch64-linux-gnu.2.17", "-mcpu=generic"),
 }
+"""Options of that compiler for each kind of machine that has a library."""
 # No fused multiply-add: it would change bits. -O3 for the loops of combine.c, which gcc 12 does not vectorise at -O2.
 _FLAGS = (
     "-std=c11",
@@ -55,13 +56,27 @@ def system_compiler() -> list[str] | None:
 
 def zig_compiler(machine: str) -> list[str]:
     """Returns the command of the compiler in `ziglang`, for a kind of machine."""
-    return [sys.executable, "-m", "ziglang", "cc", *_ZIG_TARGETS[machine]]
+    return [sys.executable, "-m", "ziglang", "cc", *ZIG_TARGETS[machine]]
+
+
+def has_library() -> bool:
+    """Whether there is a library for this machine, where a compiler makes it."""
+    return sys.platform == "linux" and platform.machine() in ZIG_TARGETS
+
+
+def needs_zig() -> bool:
+    """Whether the library for this machine is made by the compiler in `ziglang`."""
+    return has_library() and system_compiler() is None
 
 
 def platform_tag() -> str:
     """Returns the platform of a wheel with the library: the C library of zig's target, or this system's."""
-    kind = "linux" if system_compiler() else "manylinux_2_17"
-    return f"{kind}_{platform.machine()}"
+    return f"linux_{platform.machine()}" if system_compiler() else pinned_tag(platform.machine())
+
+
+def pinned_tag(machine: str) -> str:
+    """Returns the platform of a wheel whose library zig's compiler made for a kind of machine."""
+    return f"manylinux_2_17_{machine}"
 
 
 def library(machine: str = platform.machine()) -> Path:
@@ -97,9 +112,21 @@ def build() -> Path:
         BuildError: there is no compiler, it failed, or this is no machine for which there is a library.
     """
     machine = platform.machine()
-    if sys.platform != "linux" or machine not in _ZIG_TARGETS:
+    if not has_library():
         raise BuildError(f"there is no native library for {machine} with {sys.platform}")
     compile_library(library(machine), system_compiler() or zig_compiler(machine))
+    return library(machine)
+
+
+def build_for(machine: str) -> Path:
+    """Compiles the library for any machine of a kind into the package, by zig's compiler. Returns its path.
+
+    Raises:
+        BuildError: the compiler failed, or there is no library for this kind of machine.
+    """
+    if machine not in ZIG_TARGETS:
+        raise BuildError(f"there is no native library for {machine}: use one of {', '.join(ZIG_TARGETS)}")
+    compile_library(library(machine), zig_compiler(machine))
     return library(machine)
 
 

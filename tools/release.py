@@ -1,30 +1,31 @@
-"""Release: builds wheel and sdist, and tries each in a fresh virtual environment by the commands of README.md.
+"""Release: makes the distributions, and tries them in fresh virtual environments by the commands of README.md.
 
     python tools/release.py --rehearse        builds and tries; needs no repository
     python tools/release.py --tag v0.2.0      as the workflow of a release does
 
-Needs nothing but Python: the tools are installed into an environment of their own. It takes some minutes, as torch is
-installed twice. PIP_EXTRA_INDEX_URL and PIP_CONSTRAINT are passed on to pip.
+`tools/wheels.py` makes them, as in `make wheels`. The sdist is tried, and the wheel for this kind of machine. Needs
+nothing but Python. It takes some minutes, as torch is installed twice. PIP_EXTRA_INDEX_URL and PIP_CONSTRAINT are
+passed on to pip.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
+import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_TIMEOUT = 1800
-"""Seconds for one command of README.md."""
+WHEELS = runpy.run_path(str(ROOT / "tools" / "wheels.py"))
+make_environment, run = WHEELS["make_environment"], WHEELS["run"]
 
 
 def problems(root: Path, tag: str | None) -> list[str]:
@@ -62,17 +63,6 @@ def commands(readme: str) -> list[list[str]]:
     return found
 
 
-def build(folder: Path, dist: Path) -> list[Path]:
-    """Builds wheel and sdist into `dist`, by tools that are installed into `folder`. Returns their paths."""
-    python = make_environment(folder / "tools", "build")
-    shutil.rmtree(dist, ignore_errors=True)
-    run([python, "-m", "build", "--outdir", str(dist), str(ROOT)], ROOT)
-    built = sorted(dist.iterdir())
-    if sorted(path.suffix for path in built) != [".gz", ".whl"]:
-        raise SystemExit(f"release: expected a wheel and an sdist in {dist}, found {[path.name for path in built]}")
-    return built
-
-
 def try_package(package: Path, folder: Path) -> None:
     """Installs a package into a fresh environment in `folder`, and runs the commands of README.md there."""
     python = make_environment(folder, f"{package}[plot]")
@@ -89,25 +79,6 @@ def try_package(package: Path, folder: Path) -> None:
         run([str(binaries / command[0]), *command[1:]], place, environ)
 
 
-def make_environment(folder: Path, *packages: str) -> str:
-    """Makes a virtual environment with packages and returns its Python."""
-    venv.create(folder, with_pip=True, clear=True)
-    python = str(folder / "bin" / "python")
-    run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], folder)
-    return python
-
-
-def run(command: Sequence[str], folder: Path, environ: dict[str, str] | None = None) -> None:
-    """Runs a command in a folder. Exits if it fails."""
-    print("release:", shlex.join(command), flush=True)
-    try:
-        status = subprocess.run(command, cwd=folder, env=environ, timeout=_TIMEOUT, check=False).returncode
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"release: {shlex.join(command)} took more than {_TIMEOUT} s") from None
-    if status:
-        raise SystemExit(f"release: {shlex.join(command)} ended with status {status}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Builds and tries a release. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -120,9 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found and not options.rehearse:
         return 1
     with tempfile.TemporaryDirectory(prefix="echelon-release-") as folder:
-        for package in build(Path(folder), ROOT / "dist"):
+        made = WHEELS["make"](Path(folder), ROOT / "dist")
+        tried = [path for path in made if path.suffix == ".gz" or path.stem.endswith(f"_{platform.machine()}")]
+        for package in tried:
             try_package(package, Path(folder) / package.suffix.strip("."))
-    print(f"release: {', '.join(path.name for path in sorted((ROOT / 'dist').iterdir()))} in dist/ work")
+    print(f"release: made {', '.join(path.name for path in made)}")
+    print(f"release: {', '.join(path.name for path in tried)} work")
     return 0
 
 

@@ -3,6 +3,7 @@
 A RankPool replaces a rank that was killed by one that imports torch, which takes seconds; these have it already.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -44,12 +45,19 @@ def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0, ra
             _end(ranks.values())
 
 
-def fork_and_collect(functions, timeout=20.0):
-    """Runs functions at once, each in a process of its own; returns what they returned, JSON-like."""
+def fork_and_collect(functions, timeout=20.0, waits_for=None):
+    """Runs functions at once, each in a process of its own; returns what they returned, JSON-like.
+
+    `waits_for`: the functions, by number, that return; None: all. The others are killed then.
+    """
     children = [_fork_to(function) for function in functions]
     deadline = time.monotonic() + timeout
     try:
-        return [_read(number, pid, pipe, deadline) for number, (pid, pipe) in enumerate(children)]
+        return [
+            _read(number, pid, pipe, deadline)
+            for number, (pid, pipe) in enumerate(children)
+            if waits_for is None or number in waits_for
+        ]
     finally:
         _end(children)
 
@@ -59,9 +67,38 @@ def seconds_after(clock):
     return time.monotonic() - struct.unpack("<d", clock[:8])[0]
 
 
-def kill_this_process(clock):
-    clock[:8] = struct.pack("<d", time.monotonic())
-    os.kill(os.getpid(), signal.SIGKILL)
+class _Event(ctypes.Structure):
+    """`struct sigevent` of Linux: a signal for this process."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("kind", ctypes.c_int),
+        ("rest", ctypes.c_int * 12),
+    )
+
+
+class _Time(ctypes.Structure):
+    """`struct itimerspec`: no interval, and the seconds and nanoseconds of the monotonic clock when it is time."""
+
+    _fields_ = (("interval", ctypes.c_long * 2), ("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def send_this_process(number, seconds, clock):
+    """Has the kernel send this process a signal later, wherever it is then: in C, with the interpreter's lock held.
+
+    A thread would come in between only where the others let go of that lock.
+    """
+    at = time.monotonic_ns() + int(seconds * 1e9)
+    clock[:8] = struct.pack("<d", at / 1e9)
+    library = ctypes.CDLL("librt.so.1", use_errno=True)
+    timer = ctypes.c_void_p()
+    event = _Event(signal=number)
+    if library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+        raise OSError(ctypes.get_errno(), "timer_create")
+    when = _Time(seconds=at // 10**9, nanoseconds=at % 10**9)
+    if library.timer_settime(timer, 1, ctypes.byref(when), None):
+        raise OSError(ctypes.get_errno(), "timer_settime")
 
 
 def _fork(function, rank, world_size, address, name, arguments, seconds=20.0):

@@ -77,7 +77,7 @@ def test_functions_refuse_wrong_arguments():
 @pytest.mark.slow
 @pytest.mark.parametrize("obstacle", ["turned off", "not built"])
 def test_without_the_library_ranks_use_tcp_and_say_why(obstacle, tmp_path):
-    """`auto` says it once, "shm" is refused with the reason, and results are the same."""
+    """`auto` says it in one line of all, "shm" is refused with the reason, and results are the same."""
     program = (
         "import echelon, torch\n"
         "def total(group):\n"
@@ -88,6 +88,8 @@ def test_without_the_library_ranks_use_tcp_and_say_why(obstacle, tmp_path):
         "        echelon.spawn(total, 2, backend='shm')\n"
         "    except echelon.LaunchError as error:\n"
         "        print(error)\n"
+        "    from echelon.doctor.checkup import examine\n"
+        "    print(*('doctor: ' + finding.found for finding in examine({}) if finding.check == 'shared memory'))\n"
     )
     environment = dict(os.environ)
     if obstacle == "turned off":
@@ -109,7 +111,8 @@ def test_without_the_library_ranks_use_tcp_and_say_why(obstacle, tmp_path):
     assert "[('tcp', [3.0, 3.0, 3.0]), ('tcp', [3.0, 3.0, 3.0])]" in done.stdout, done.stderr
     assert "backend='shm' cannot be used here" in done.stdout
     assert why in done.stdout
-    assert "no shared memory, so all goes over TCP" in done.stderr
+    assert f"doctor: {why}" in done.stdout
+    assert done.stderr.count("no shared memory, so all goes over TCP") == 1
     assert why in done.stderr
 
 
@@ -163,7 +166,10 @@ def test_a_machine_without_compilers_gets_one_from_a_wheel(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert BUILD["system_compiler"]() is None
+    assert BUILD["needs_zig"]()
     assert BUILD["zig_compiler"]("aarch64")[-3:] == ["-target", "aarch64-linux-gnu.2.17", "-mcpu=generic"]
     assert BUILD["platform_tag"]() == f"manylinux_2_17_{platform.machine()}"
     monkeypatch.setenv("ECHELON_NATIVE", "0")
     assert not BUILD["is_wanted"]()
+    monkeypatch.setattr(platform, "machine", lambda: "ppc64le")
+    assert not BUILD["needs_zig"]()  # which has no such wheel, so pip would fail

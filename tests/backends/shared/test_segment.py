@@ -130,7 +130,7 @@ def test_where_one_rank_cannot_share_memory_none_does(monkeypatch, caplog, faili
         monkeypatch.setattr(fd_passing, "take", refuse_to_take)
     with tcp_world(3) as world, caplog.at_level(logging.WARNING, "echelon"):
         assert share_all(world, required=False) == world
-        assert caplog.text.count("no shared memory, so all goes over TCP: rank") == 3
+        assert caplog.text.count("no shared memory, so all goes over TCP: rank") == len(caplog.records) == 1
         assert "it rains" in caplog.text or "Broken pipe" in caplog.text  # as the giver sees who does not take
         for tcp in world:
             tcp.messages.isend(torch.ones(1), (tcp.rank + 1) % 3).wait(SECONDS)

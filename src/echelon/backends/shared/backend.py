@@ -152,6 +152,7 @@ def share(tcp: TcpBackend, *, required: bool, timeout: float) -> Backend:
             # All local ranks raise alike; the others learn the reason through the abort.
             tcp.abort(f"no shared memory: {why}")
             raise LaunchError(f"backend='shm' cannot be used here ({why}): use 'auto' or 'tcp'") from why
-        logger.warning("rank %d: no shared memory, so all goes over TCP: %s", tcp.rank, why)
+        if tcp.rank == local_ranks[0]:  # all ranks of the host know the same reason: one line is enough
+            logger.warning("no shared memory, so all goes over TCP: %s", why)
         return tcp
     return SharedMemoryBackend(tcp, local_ranks, common)
