@@ -225,7 +225,14 @@ class Foreseen:
         notes = [*self.assumptions, *(f"{text} was skipped" for text in self.skipped)]
         problems = [str(problem) for problem in self.problems]
         return Report(
-            self.played, tokens, problems, notes, title=title, what_ifs=self.what_ifs, _memory=dict(self.memory)
+            self.played,
+            tokens,
+            problems,
+            notes,
+            title=title,
+            what_ifs=self.what_ifs,
+            network=self.network if isinstance(self.network, str) else "a network of its own",
+            _memory=dict(self.memory),
         )
 
     def to_html(self, path: str | os.PathLike[str], tokens: int | None = None, title: str = "") -> None:

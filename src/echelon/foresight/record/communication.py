@@ -101,7 +101,7 @@ class RecordedGroup(EchelonProcessGroup):
     def described(self) -> Group:
         """Group of the trace."""
         description = self.getGroupDesc()
-        name = "" if description in ("undefined", "default_pg") else description.removeprefix("mesh_")
+        name = "" if description in ("undefined", "default_pg", "mesh_default") else description.removeprefix("mesh_")
         return Group(self.ranks, name, self._number)
 
     def record_collective(

@@ -63,6 +63,8 @@ class Log:
         self.optimizer_depth = 0
         """Number of nested calls of `step` of optimizers."""
         self.groups: dict[Group, int] = {}
+        self.name_of_all = ""
+        """Mesh dimension that has all ranks, such as "dp": the name of the default group."""
         self.places, self.modules = Index(), Index()
         self.kinds: dict[int, MemoryKind] = {}
         """Kind of storages whose holder is known by now. It replaces the kind in `Allocate`."""
@@ -206,6 +208,17 @@ class Log:
         """Returns the number of a new group among all groups of the same ranks."""
         self._num_groups[ranks] += 1
         return self._num_groups[ranks] - 1
+
+    def named_groups(self, world_size: int) -> tuple[Group, ...]:
+        """Returns the table of groups. The default group has the name of the mesh dimension that it serves."""
+        name = self.name_of_all
+        taken = {group.name for group in self.groups if len(group.ranks) == world_size}
+        if not name or name in taken:
+            return tuple(self.groups)
+        return tuple(
+            group._replace(name=name) if len(group.ranks) == world_size and not (group.name or group.number) else group
+            for group in self.groups
+        )
 
     def group(self, group: Group) -> int:
         """Returns the number of a group in the table of groups."""

@@ -325,6 +325,8 @@ class _Run:
     def _run_rank(self, rank: int) -> None:
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # of a build without it
+        if self._request.gpu is not None:  # not true of the mesh of GPUs that the one of processors stands for
+            warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
         world_size = len(self._request.hosts)
         backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)
         self._backends.append(backend)

@@ -147,7 +147,7 @@ class Steps:
             world_size=world_size,
             entries=tuple(log.with_kinds(entries)),
             live=tuple(live),
-            groups=tuple(log.groups),
+            groups=log.named_groups(world_size),
             places=tuple(log.places),
             modules=tuple(log.modules),
             is_step=self.entries is not None,
