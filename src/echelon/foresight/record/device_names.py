@@ -65,7 +65,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
         mode = OnDevice if gpu is not None else OnHost
-        stack.enter_context(backward_with(lambda: mode() if _is_recorded_here() else nullcontext()))
+        stack.enter_context(backward_with(lambda _: mode() if _is_recorded_here() else nullcontext()))
         replace(DeviceMesh, "__init__", _naming_groups(_with_values(DeviceMesh.__init__)))
         for name in ("__getitem__", "_flatten"):
             replace(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
+
+if TYPE_CHECKING:
+    from echelon.foresight.record.repeats import Repeats
 
 
 class Recording(NamedTuple):
@@ -17,6 +20,8 @@ class Recording(NamedTuple):
     rank: int
     log: Log
     memory: Memory
+    repeats: Repeats | None = None
+    """Microbatches that may be repeated. None: all of them run."""
 
 
 _thread = threading.local()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import weakref
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count
 from types import CodeType
 from typing import NamedTuple
 
@@ -18,7 +17,22 @@ from echelon._torch_private.autograd import is_in_backward, next_node_number, no
 from echelon.call_site import calling_place, line_of
 from echelon.foresight.record.calls import Call, Calls
 from echelon.foresight.record.overlay import Overlay
+from echelon.foresight.record.segments import Counters
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
+
+
+class Counter:
+    """Function that returns 1, 2, 3 and so on, and can be set to go on elsewhere."""
+
+    __slots__ = ("next",)
+
+    def __init__(self) -> None:
+        self.next = 1
+
+    def __call__(self) -> int:
+        """Returns the next number."""
+        self.next += 1
+        return self.next - 1
 
 
 class Index(dict[str, int]):
@@ -73,13 +87,12 @@ class Log:
         """Files that the program believes to have written."""
         self.pending: dict[int, int] = {}
         """Functional collectives that nothing waits for yet: their numbers, by the storage of the result."""
-        self.new_storage = count(1).__next__
-        self.new_stream = count(1).__next__
-        self.new_event = count(1).__next__
-        self.new_number = count(1).__next__
-        self._new_batch = count(1).__next__
+        self.new_storage, self.new_event, self.new_number, self._new_batch = (Counter() for _ in range(4))
+        self.new_stream = Counter()
+        self.num_exchanged = 0
+        """Collectives and messages so far whose real values ranks have exchanged."""
         self._batch, self._num_left_in_batch = -1, 0
-        self._num_groups: Counter[tuple[int, ...]] = Counter()
+        self._num_groups: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._place_of: dict[tuple[CodeType, int], int] = {}
         self._marks: list[_Mark] = [_Mark(0, -1, is_compiled=False)]
         """A mark whenever a module is entered or left."""
@@ -188,6 +201,17 @@ class Log:
             (begin - num_entries, end - num_entries, step) for begin, end, step in self.computed if begin >= num_entries
         ]
         return dropped
+
+    # Numbers
+
+    @property
+    def counters(self) -> Counters:
+        """Numbers that are given next."""
+        return Counters(self.new_storage.next, self.new_event.next, self.new_number.next, self._new_batch.next)
+
+    @counters.setter
+    def counters(self, counters: Counters) -> None:
+        self.new_storage.next, self.new_event.next, self.new_number.next, self._new_batch.next = counters
 
     # Batches of messages
 
