@@ -24,6 +24,8 @@ _HOOKS = (
 )
 _ORDERS = frozenset({"_post_forward_indices", "post_forward_order"})
 """Lists of FSDP2 that each forward makes longer, and its backward shorter. Its backward prefetches by them."""
+_ACCUMULATED = "unsharded_accumulated_grad"
+"""Gradient that FSDP2 keeps while microbatches add to it."""
 _OF_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
@@ -32,23 +34,23 @@ class ModuleState(NamedTuple):
 
     facts: Hashable
     """Equal for two calls that do the same with tensors of equal form."""
+    gradients: Hashable
+    """The same for two backward passes."""
     tensors: tuple[torch.Tensor | None, ...]
     """Tensors of the state, in the order of the facts. None where there is no gradient."""
 
 
 def state_of(module: nn.Module) -> ModuleState:
     """Returns the state of a module as it is now."""
-    facts: list[Hashable] = []
-    tensors: list[torch.Tensor | None] = []
-    seen: set[int] = set()
+    found = _Found()
     for each in module.modules():
-        facts.append((id(each), *(tuple(getattr(each, name)) for name in _HOOKS)))
-        _describe(each, vars(each), facts, tensors, seen)
+        found.facts.append((id(each), *(tuple(getattr(each, name)) for name in _HOOKS)))
+        found.describe(each, vars(each))
         for tensor in (*each._parameters.values(), *each._buffers.values()):
-            _describe_tensor(tensor, facts, tensors)
+            found.describe_tensor(tensor)
         if (state := _fsdp2_state(each)) is not None:
-            _describe_object(state, facts, tensors, seen)
-    return ModuleState(tuple(facts), tuple(tensors))
+            found.describe_object(state)
+    return ModuleState(tuple(found.facts), tuple(found.gradients), tuple(found.tensors))
 
 
 def _fsdp2_state(module: nn.Module) -> Any:
@@ -56,44 +58,55 @@ def _fsdp2_state(module: nn.Module) -> Any:
     return None if fsdp2 is None else fsdp2._get_module_fsdp_state(module)
 
 
-def _describe(
-    owner: object, values: dict[str, Any], facts: list[Hashable], tensors: list[torch.Tensor | None], seen: set[int]
-) -> None:
-    """Adds plain values and tensors of an object, and those of FSDP's objects inside of it."""
-    for name, value in values.items():
-        if name in _ORDERS:
-            continue
-        if isinstance(value, _PLAIN):
-            facts.append((name, value))
-        elif not isinstance(owner, nn.Module):
-            if isinstance(value, torch.Tensor):
-                _describe_tensor(value, facts, tensors)
-            elif isinstance(value, list | tuple):
-                facts.append((name, len(value)))
-        if _is_of_parallelism(value):
-            _describe_object(value, facts, tensors, seen)
-        elif isinstance(value, list) and value and _is_of_parallelism(value[0]):
-            for each in value:
-                _describe_object(each, facts, tensors, seen)
+class _Found:
+    """Facts and tensors so far."""
 
+    def __init__(self) -> None:
+        self.facts: list[Hashable] = []
+        self.gradients: list[Hashable] = []
+        self.tensors: list[torch.Tensor | None] = []
+        self._seen: set[int] = set()
 
-def _describe_object(value: Any, facts: list[Hashable], tensors: list[torch.Tensor | None], seen: set[int]) -> None:
-    facts.append(id(value) if hasattr(value, "__dict__") else type(value).__name__)
-    if id(value) not in seen and hasattr(value, "__dict__"):
-        seen.add(id(value))
-        _describe(value, vars(value), facts, tensors, seen)
+    def describe(self, owner: object, values: dict[str, Any]) -> None:
+        """Adds plain values and tensors of an object, and those of FSDP's objects inside of it."""
+        for name, value in values.items():
+            if name in _ORDERS:
+                continue
+            if name == _ACCUMULATED:
+                self._describe_gradient(value)
+            elif isinstance(value, _PLAIN):
+                self.facts.append((name, value))
+            elif not isinstance(owner, nn.Module):
+                if isinstance(value, torch.Tensor):
+                    self.describe_tensor(value)
+                elif isinstance(value, list | tuple):
+                    self.facts.append((name, len(value)))
+            if _is_of_parallelism(value):
+                self.describe_object(value)
+            elif isinstance(value, list) and value and _is_of_parallelism(value[0]):
+                for each in value:
+                    self.describe_object(each)
 
+    def describe_object(self, value: Any) -> None:
+        """Adds the state of an object of FSDP."""
+        has_values = hasattr(value, "__dict__")
+        self.facts.append(id(value) if has_values else type(value).__name__)
+        if has_values and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self.describe(value, vars(value))
 
-def _describe_tensor(tensor: torch.Tensor | None, facts: list[Hashable], tensors: list[torch.Tensor | None]) -> None:
-    if tensor is None:
-        facts.append(None)
-        return
-    facts.append((type(tensor).__name__, tensor.requires_grad, tensor.shape, tensor.dtype))
-    local = local_part(tensor)
-    tensors.append(local)
-    gradient = tensor.grad if tensor.is_leaf else None
-    facts.append(None if gradient is None else (gradient.shape, gradient.dtype))
-    tensors.append(None if gradient is None else local_part(gradient))
+    def describe_tensor(self, tensor: torch.Tensor | None) -> None:
+        """Adds a tensor with its gradient."""
+        if tensor is None:
+            self.facts.append(None)
+            return
+        self.facts.append((type(tensor).__name__, tensor.requires_grad, tensor.shape, tensor.dtype))
+        self.tensors.append(local_part(tensor))
+        self._describe_gradient(tensor.grad if tensor.is_leaf else None)
+
+    def _describe_gradient(self, gradient: torch.Tensor | None) -> None:
+        self.gradients.append(None if gradient is None else (gradient.shape, gradient.dtype))
+        self.tensors.append(None if gradient is None else local_part(gradient))
 
 
 def _is_of_parallelism(value: object) -> bool:

@@ -2,9 +2,9 @@
 
 Strategy. A microbatch is a call of a module that no other module calls, and the backward pass through its output. Both
 are recorded as segments of the log, with all that decides about them: the module's hooks, flags and the gradients that
-exist, the forms of inputs and gradients, and the program's line. A segment can be repeated once two calls with equal
-facts wrote equal entries, if they left the module as they found it and no memory but that of results. A repeated call
-returns tensors of the recorded form. Their node in the graph writes the entries of the backward pass.
+exist, the forms of inputs and gradients, and the program's line. A later microbatch with equal facts repeats both, if
+together they left the module as they found it, and no memory but that of results. A repeated call returns tensors of
+the recorded form. Their node in the graph writes the entries of the backward pass.
 
 In the step that is kept, the first, the second and the last microbatch always run, and are compared. Whatever differs
 where it should not ends the recording: it is then done again, with all microbatches.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import eq
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -53,15 +53,16 @@ class _Moment(NamedTuple):
     position: int
     counters: Counters
     facts: Hashable
+    gradients: Hashable
     storages: tuple[int | None, ...]
     """Storages of the module's tensors."""
     counts: tuple[int, ...]
     """Numbers of what no repeated call can do: exchanges of values, groups and streams."""
 
     @property
-    def state(self) -> tuple[Hashable, tuple[int | None, ...]]:
+    def state(self) -> tuple[Hashable, Hashable, tuple[int | None, ...]]:
         """State of the module: equal if nothing has changed."""
-        return self.facts, self.storages
+        return self.facts, self.gradients, self.storages
 
 
 class _Output(NamedTuple):
@@ -127,14 +128,11 @@ class _Known:
     """Calls with equal facts."""
 
     call: _Call
-    is_confirmed: bool = False
-    """Whether two of them wrote equal entries."""
-    backwards: dict[Hashable, tuple[_Backward, bool]] = field(default_factory=dict)
-    """Latest backward pass by its facts, and whether two of them wrote equal entries."""
-
-    @property
-    def is_repeatable(self) -> bool:
-        return self.is_confirmed and any(confirmed for _, confirmed in self.backwards.values())
+    """Latest one that has run."""
+    backwards: dict[Hashable, _Backward] = field(default_factory=dict)
+    """Latest backward pass by its facts."""
+    is_repeated: bool = False
+    """Whether one of them has been repeated. Then all that run have to be equal."""
 
 
 @dataclass
@@ -212,7 +210,8 @@ class Repeats:
                 self._differs()
             self._counts[id(module)] += 1
             known = self._known.get(call.key)
-            if known is not None and known.is_repeatable and self._may_repeat(module):
+            if known is not None and known.backwards and self._may_repeat(module):
+                known.is_repeated = True
                 return self._repeat(module, call, known.call, args, kwargs)
             out = original(module, *args, **kwargs)
             self._run(module, call, out)
@@ -242,7 +241,7 @@ class Repeats:
             len(log.pending),
         )
         counts = log.num_exchanged, len(log.groups), log.new_stream.next
-        return _Moment(len(log.entries), log.counters, facts, storages, counts)
+        return _Moment(len(log.entries), log.counters, facts, state.gradients, storages, counts)
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
         """Returns a call with its facts. None if it cannot be repeated."""
@@ -289,10 +288,11 @@ class Repeats:
         if known is None:
             self._known[call.key] = _Known(call)
         else:
-            is_equal = self._are_equal(known.call, call)
-            if known.is_repeatable and not is_equal:
-                self._differs()
-            known.call, known.is_confirmed = call, is_equal
+            if not self._are_equal(known.call, call):
+                if known.is_repeated:
+                    self._differs()
+                known.backwards.clear()
+            known.call = call
         for number, leaf in differentiable:
             # Before other hooks, such as FSDP2's, which write entries of the backward pass.
             register_first_hook(leaf, functools.partial(self._backward_begins, module, call, number))
@@ -359,10 +359,12 @@ class Repeats:
         backward.begin = self._moment(module)
         with without_functions():
             form = gradient.shape, gradient.stride(), gradient.dtype
-        # What the call itself has changed, a repeated one has not.
-        before = call.begin if call.end is None else call.end
-        facts = None if backward.begin.facts == before.facts else backward.begin.facts
-        backward.key = output, form, self._log.place(), facts
+        facts, ran = backward.begin.facts, call.original or call
+        # A repeated call has not changed its module as the call that it repeats did.
+        before = call.begin if call.original is not None else call.end
+        if not ran.is_steady and before is not None and facts == before.facts:
+            facts = None
+        backward.key = output, form, self._log.place(), facts, ran.is_steady and backward.begin.gradients
 
     def _exclude(self, module: nn.Module) -> None:
         """Lets all calls of a module run from now on."""
@@ -377,7 +379,7 @@ class Repeats:
                 self._differs()
             return
         known = self._known.get(call.key)
-        if known is None or (known.call is not call and not known.is_confirmed):
+        if known is None:
             return
         segment = self._segment(begin)
         gradients = self._gradients(call, segment)
@@ -388,15 +390,14 @@ class Repeats:
             is_steady = end.state == call.begin.state and call.number == self._num_calls
         is_steady = is_steady and end.counts == begin.counts
         if gradients is None or not is_steady or not self._is_clean(call, segment, gradients):
-            if known.backwards.get(backward.key, (None, False))[1]:
+            if known.is_repeated and backward.key in known.backwards:
                 self._differs()
             return
         made = _Backward(call, segment, begin.storages, backward.gradient, gradients)
-        former, was_equal = known.backwards.get(backward.key, (None, False))
-        is_equal = former is not None and self._are_equal_backwards(former, made)
-        if was_equal and not is_equal:
+        former = known.backwards.get(backward.key)
+        if known.is_repeated and former is not None and not self._are_equal_backwards(former, made):
             self._differs()
-        known.backwards[backward.key] = made, is_equal
+        known.backwards[backward.key] = made
 
     def _gradients(self, call: _Call, segment: Segment) -> tuple[_Output | None, ...] | None:
         """Returns the gradients of the wanted arguments. None if they cannot be made again."""
@@ -430,7 +431,7 @@ class Repeats:
         storages[former.gradient] = made.gradient
         return _is_equal(former.segment, moved(former.segment, places, storages), made.segment)
 
-    def _differs(self) -> None:
+    def _differs(self) -> NoReturn:
         raise NotRepeated
 
     # Calls that do not run
@@ -473,7 +474,7 @@ class Repeats:
 
     def _freed(self, call: _Call) -> set[int]:
         """Returns the storages that backward passes of an equal call have freed."""
-        return {each for backward, _ in self._known[call.key].backwards.values() for each in backward.segment.freed}
+        return {each for backward in self._known[call.key].backwards.values() for each in backward.segment.freed}
 
     def _made(self, output: _Output) -> FakeTensor:
         tensor = made_of(output.form)
@@ -494,13 +495,11 @@ class Repeats:
             number = self._memory.known(gradient)
         if number is None:
             self._differs()
-        assert number is not None
         self._begin(backward, module, call, output, gradient, number)
         assert backward.begin is not None
-        former, is_confirmed = self._known[call.key].backwards.get(backward.key, (None, False))
-        if former is None or not is_confirmed:
+        former = self._known[call.key].backwards.get(backward.key)
+        if former is None:
             self._differs()
-        assert former is not None
         begin, counters = backward.begin, backward.begin.counters
         states = (former.storages, begin.storages) if former.call.is_steady else None
         storages = _storages(former.call, call, states)
