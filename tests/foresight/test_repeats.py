@@ -135,8 +135,8 @@ def test_a_last_microbatch_that_does_something_else_is_recorded(repeated):
     assert len(products) == 1
 
 
-@pytest.mark.parametrize("kind", ["flag", "hook", "counter"])
-def test_a_changed_module_is_recorded(kind):
+@pytest.mark.parametrize("kind", ["flag", "hook", "counter", "list"])
+def test_a_changed_module_is_recorded(kind, repeated):
     def change(model, number):
         layer = model.module[1]
         if kind == "flag":
@@ -145,8 +145,11 @@ def test_a_changed_module_is_recorded(kind):
             layer.register_forward_hook(lambda _module, _args, out: out * 2)
         elif kind == "counter":
             layer.number = number
+        elif kind == "list":
+            layer.numbers = [*getattr(layer, "numbers", []), number]
 
     agree(lambda: accumulated(change=change), 2)
+    assert bool(repeated) == (kind in ("flag", "hook"))
 
 
 def test_a_loss_with_parameters_is_recorded():

@@ -45,7 +45,7 @@ def state_of(module: nn.Module) -> ModuleState:
     found = _Found()
     for each in module.modules():
         found.facts.append((id(each), *(tuple(getattr(each, name)) for name in _HOOKS)))
-        found.describe(each, vars(each))
+        found.describe(vars(each))
         for tensor in (*each._parameters.values(), *each._buffers.values()):
             found.describe_tensor(tensor)
         if (state := _fsdp2_state(each)) is not None:
@@ -67,7 +67,7 @@ class _Found:
         self.tensors: list[torch.Tensor | None] = []
         self._seen: set[int] = set()
 
-    def describe(self, owner: object, values: dict[str, Any]) -> None:
+    def describe(self, values: dict[str, Any]) -> None:
         """Adds plain values and tensors of an object, and those of FSDP's objects inside of it."""
         for name, value in values.items():
             if name in _ORDERS:
@@ -76,11 +76,10 @@ class _Found:
                 self._describe_gradient(value)
             elif isinstance(value, _PLAIN):
                 self.facts.append((name, value))
-            elif not isinstance(owner, nn.Module):
-                if isinstance(value, torch.Tensor):
-                    self.describe_tensor(value)
-                elif isinstance(value, list | tuple):
-                    self.facts.append((name, len(value)))
+            elif isinstance(value, torch.Tensor):
+                self.describe_tensor(value)
+            elif isinstance(value, list | tuple | dict | set):
+                self.facts.append((name, len(value)))
             if _is_of_parallelism(value):
                 self.describe_object(value)
             elif isinstance(value, list) and value and _is_of_parallelism(value[0]):
@@ -93,7 +92,7 @@ class _Found:
         self.facts.append(id(value) if has_values else type(value).__name__)
         if has_values and id(value) not in self._seen:
             self._seen.add(id(value))
-            self.describe(value, vars(value))
+            self.describe(vars(value))
 
     def describe_tensor(self, tensor: torch.Tensor | None) -> None:
         """Adds a tensor with its gradient."""
