@@ -3,10 +3,13 @@
 import importlib
 import json
 import pkgutil
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import echelon
 from echelon import InvalidArgument, InvalidWorldSize, LaunchError
@@ -37,6 +40,7 @@ def test_figures_of_a_step():
     assert other.cluster.hosts == (4, 4, 4, 4)
     assert other.live_memory == seen.live_memory
     assert "16 x a100 on 2 hosts, 1 role" in str(seen)
+    assert "network                infiniband-200g" in str(seen)
     assert seen.timeline.starts
 
 
@@ -71,6 +75,29 @@ def uneven():
         model(torch.ones(rows, 512, device=device)).sum().backward()
         dist.all_reduce(model.weight.grad)
         optimizer.step()
+
+
+def in_mesh():
+    """All ranks are one dimension of a mesh, for which torch takes the default group."""
+    device = programs.begin()
+    mesh = init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("tp", "dp"))
+    pair = dist.new_group([0, 1])
+    weight = distribute_tensor(torch.ones(64, 64, device=device), mesh["dp"], [Replicate()])
+    torch.nn.init.normal_(weight)  # torch warns that meshes of processors do not have this
+    optimizer = torch.optim.SGD([weight.to_local().requires_grad_()])
+    while True:
+        weight.grad = weight.to_local().clone()
+        dist.all_reduce(weight.grad, group=mesh["dp"].get_group())
+        if dist.get_rank() < 2:
+            dist.all_reduce(weight.grad, group=pair)
+        optimizer.step()
+
+
+def test_groups_have_the_name_of_their_mesh_dimension_or_their_ranks():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "DTensor random")
+        seen = echelon.foresee(in_mesh, 4)
+    assert {name.group for name in seen.exposed} == {"dp", "ranks 0, 1"}
 
 
 def test_ranks_that_differ_are_roles():

@@ -97,19 +97,36 @@ def hooks_after_gradient(parameter: torch.nn.Parameter) -> list[Callable[[torch.
 
 
 @contextmanager
-def backward_with(mode: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Inside, each backward runs in a context. torch leaves modes of functions for the time of a backward."""
+def backward_with(mode: Callable[[bool], AbstractContextManager[object]]) -> Iterator[None]:
+    """Inside, each backward runs in a context. torch leaves modes of functions for the time of a backward.
+
+    Args:
+        mode: returns the context. Its argument is whether the backward goes to all leaves, and frees the graph.
+    """
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with mode():
-            return original(*args, **kwargs)
+    def run(tensors: Any, *args: Any, **options: Any) -> Any:
+        # Gradients, whether the graph is kept, whether one is made, and the leaves if not all are meant.
+        is_whole = not any(args[1:4]) and bool(options.get("accumulate_grad"))
+        with mode(is_whole):
+            return original(tensors, *args, **options)
 
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined]
     try:
         yield
     finally:
         torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+
+def register_first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Registers a hook of a tensor's gradient that runs before those registered earlier. torch has no public way."""
+    handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
+    # Anew, as torch's C++ goes through the hooks in the order of their insertion.
+    others = [(number, each) for number, each in hooks.items() if number != handle.id]
+    hooks.clear()
+    hooks[handle.id] = hook
+    hooks.update(others)
 
 
 def next_node_number() -> int:

@@ -65,6 +65,27 @@ def batches_noted(note: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
+def chunks_noted(note: Callable[[torch.nn.Module, int], None]) -> Iterator[None]:
+    """Inside, stages of torch's pipelines call `note` with their module and the microbatches of a step.
+
+    They do so before each forward. torch tells a schedule's number of microbatches nowhere else.
+    """
+    stage: Any = import_module("torch.distributed.pipelining.stage")._PipelineStageBase
+    forward = stage.forward_one_chunk
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.chunks is not None:
+            note(self.submod, self.chunks)
+        return forward(self, *args, **kwargs)
+
+    stage.forward_one_chunk = noted
+    try:
+        yield
+    finally:
+        stage.forward_one_chunk = forward
+
+
+@contextmanager
 def ddp_checks_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Inside, DDP compares the shapes of parameters between ranks by a wrapper of its own function in C++."""
     module: Any = dist

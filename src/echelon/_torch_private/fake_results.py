@@ -25,8 +25,8 @@ class _Unsure(Exception):
     """The result may depend on more than shapes and types."""
 
 
-class _Form(NamedTuple):
-    """Form of one new tensor of a result."""
+class Form(NamedTuple):
+    """Form of one new tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Form(NamedTuple):
     """Number of the input whose memory it is. `_NEW`: it has memory of its own."""
 
 
-_Part: TypeAlias = _Form | int | None
+_Part: TypeAlias = Form | int | None
 """Form of a new tensor, the number of the input that is returned, or None."""
 
 
@@ -79,6 +79,25 @@ class FakeResults:
             except LookupError:
                 pass  # another call with equal arguments may tell
         return out
+
+
+def form_of(tensor: torch.Tensor) -> Form | None:
+    """Returns the form of a fake tensor that has memory of its own, all of it. None for other tensors."""
+    if type(tensor) is not FakeTensor or tensor.layout != torch.strided:
+        return None
+    detached = tensor.detach()
+    with torch._C.DisableTorchFunction():
+        form = _part(detached, (), [])
+        assert isinstance(form, Form)
+        made = made_of(form)
+        is_whole = not form.offset and made.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+        return form if is_whole and _form(made) == _form(detached) else None  # type: ignore[arg-type]
+
+
+def made_of(form: Form) -> FakeTensor:
+    """Returns a new fake tensor."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return _tensor(form, ())
 
 
 @functools.cache
@@ -172,7 +191,7 @@ def _part(out: Any, inputs: Sequence[FakeTensor], addresses: list[int]) -> _Part
         return sources[0]
     if out.layout != torch.strided or out.requires_grad:
         raise _Unsure
-    return _Form(
+    return Form(
         tuple(out.shape),
         out.stride(),
         int(out.storage_offset()),
@@ -186,7 +205,7 @@ def _part(out: Any, inputs: Sequence[FakeTensor], addresses: list[int]) -> _Part
 def _made(result: _Result, inputs: Sequence[FakeTensor]) -> Any:
     # Without modes: the tensors inside of fake ones are on the meta device.
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        made = [_tensor(part, inputs) if type(part) is _Form else _given(part, inputs) for part in result.parts]
+        made = [_tensor(part, inputs) if type(part) is Form else _given(part, inputs) for part in result.parts]
     return made[0] if result.container is None else result.container(made)
 
 
@@ -194,7 +213,7 @@ def _given(part: Any, inputs: Sequence[FakeTensor]) -> FakeTensor | None:
     return None if part is None else inputs[part]
 
 
-def _tensor(form: _Form, inputs: Sequence[FakeTensor]) -> FakeTensor:
+def _tensor(form: Form, inputs: Sequence[FakeTensor]) -> FakeTensor:
     inside = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
     if form.source != _NEW:
         inside.set_(inputs[form.source].untyped_storage(), form.offset, form.shape, form.stride)

@@ -52,6 +52,9 @@ class ForeseeOptions:
     allow_writes: Annotated[
         bool, typer.Option("--allow-writes", help="Let the script write files, such as logs, but no checkpoints.")
     ] = False
+    full: Annotated[
+        bool, typer.Option("--full", help="Record all microbatches, even those that repeat an earlier one.")
+    ] = False
     sweep: Annotated[
         str | None, value("ARGS", 'Foresee each combination of script arguments, as "--tp {1,2,4} --pp {1,2}".')
     ] = None
@@ -99,7 +102,7 @@ class ForeseeOptions:
         for name in ("gpu", "hosts", "network", "rails", "oversubscription", "steps", "until", "tokens", "seed"):
             if (given := getattr(self, name)) is not None:
                 found += [f"--{name}", str(given)]
-        found += ["--allow-writes"] * self.allow_writes
+        found += ["--allow-writes"] * self.allow_writes + ["--full"] * self.full
         return found + ["-m"] * self.module
 
     def arguments(self) -> dict[str, Any]:
@@ -114,6 +117,7 @@ class ForeseeOptions:
             "seed": self.seed,
             "allow_writes": self.allow_writes,
             "until": self.until,
+            "full": self.full,
         }
 
 

@@ -72,6 +72,7 @@ class Report:
         expandable: Whether PyTorch's allocator has expandable segments.
         title: Name of the program.
         what_ifs: Steps if something were different, as sentences that go on after "what if".
+        network: Name of the network between the hosts.
     """
 
     played: Played
@@ -81,6 +82,7 @@ class Report:
     expandable: bool = False
     title: str = ""
     what_ifs: Sequence[str] = ()
+    network: str = ""
     _memory: dict[int, Memory] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -109,6 +111,7 @@ class Report:
             "gpu": played.device.name,
             "world_size": played.world_size,
             "hosts": list(played.cluster.hosts),
+            "network": self.network,
             "roles": {str(rank): sum(played.classes[each] == rank for each in self._ranks) for rank in played.roles},
             "step_seconds": played.seconds,
             "tokens_per_second": self.tokens / played.seconds if self.tokens and played.seconds else None,
@@ -174,6 +177,8 @@ class Report:
         """Returns the figures of the whole step."""
         played = self.played
         table = _table("", "")
+        if self.network:
+            table.add_row("network", self.network)
         table.add_row("step", f"{seconds_text(played.seconds)} {self.band}".rstrip())
         if self.tokens and played.seconds:
             table.add_row("tokens per second", f"{self.tokens / played.seconds:,.0f}")
@@ -196,7 +201,7 @@ class Report:
         rows = list(self.played.exposed.items())
         for name, seconds in rows[:_MOST_LINES]:
             share = f"{seconds / self.played.seconds:.1%}"
-            table.add_row(_short(name.place or "unknown line", 44), name.group or "-", seconds_text(seconds), share)
+            table.add_row(_short(name.place or "unknown line", 40), name.group, seconds_text(seconds), share)
         rest = sum(seconds for _, seconds in rows[_MOST_LINES:])
         if rest:
             left = f"{len(rows) - _MOST_LINES} other lines"

@@ -225,7 +225,14 @@ class Foreseen:
         notes = [*self.assumptions, *(f"{text} was skipped" for text in self.skipped)]
         problems = [str(problem) for problem in self.problems]
         return Report(
-            self.played, tokens, problems, notes, title=title, what_ifs=self.what_ifs, _memory=dict(self.memory)
+            self.played,
+            tokens,
+            problems,
+            notes,
+            title=title,
+            what_ifs=self.what_ifs,
+            network=self.network if isinstance(self.network, str) else "a network of its own",
+            _memory=dict(self.memory),
         )
 
     def to_html(self, path: str | os.PathLike[str], tokens: int | None = None, title: str = "") -> None:
@@ -287,6 +294,7 @@ def foresee(
     seed: int = 0,
     allow_writes: bool = False,
     until: str | None = None,
+    full: bool = False,
 ) -> Foreseen:
     """Foresees a step of a training program on a cluster. Needs no GPU, and computes nothing.
 
@@ -311,6 +319,7 @@ def foresee(
         allow_writes: whether the program may write files.
         until: function of the program whose return ends a step, as "train_step" or "train.Trainer.step". None:
             optimizers end it. Recording takes about twice as long, because each call of Python is watched.
+        full: whether all microbatches are recorded. Otherwise microbatches that do as earlier ones did are repeated.
 
     Raises:
         InvalidWorldSize, LaunchError: an argument is invalid, or a simulation runs in this process.
@@ -327,6 +336,8 @@ def foresee(
         raise LaunchError(f"seed={shown(seed)}: give a whole number")
     if not isinstance(allow_writes, bool):
         raise LaunchError(f"allow_writes={shown(allow_writes)}: give True or False")
+    if not isinstance(full, bool):
+        raise LaunchError(f"full={shown(full)}: give True or False")
     if until is not None and not (isinstance(until, str) and all(map(str.isidentifier, until.split(".")))):
         raise LaunchError(f"until={until!r}: give the name of a function, as 'train_step' or 'Trainer.step'")
     device = _device(gpu)
@@ -347,6 +358,7 @@ def foresee(
         gpu=_facts_of(device),
         allow_writes=allow_writes,
         until=until or "",
+        full=full,
         keeps_calls=is_here,
     )
     calls = record_in_turn(request, choose).calls

@@ -27,9 +27,8 @@ def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     if sum(played.exposed.values()) <= _LEAST * step:
         return []
     name, seconds = next(iter(played.exposed.items()))
-    of = f"{name.group} at " if name.group else ""
     found = [
-        f"communication of {of}{name.place or 'an unknown line'} were hidden by kernels: at best "
+        f"communication of {name.group} at {name.place or 'an unknown line'} were hidden by kernels: at best "
         f"{_compared(step - seconds, step)}"
     ]
     if len(played.cluster.hosts) > 1:

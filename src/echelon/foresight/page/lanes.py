@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from echelon.foresight.play.played import CommunicationSpan, PlayedRole
+from echelon.foresight.play.played import CommunicationSpan, PlayedRole, group_text
 from echelon.foresight.report import seconds_text
 from echelon.foresight.trace import Collective, Kernel, Message, Trace
 from echelon.timeline.palette import tone_of
@@ -186,8 +186,7 @@ def _communication(role: PlayedRole) -> dict[str, list[Block]]:
         lanes.setdefault((entry.group, level), []).append(block)
     named: dict[str, list[Block]] = {}
     for (group, level), blocks in sorted(lanes.items()):
-        ranks = trace.groups[group].ranks
-        name = trace.groups[group].name or f"group of {len(ranks)}"
+        name = group_text(trace, group)
         name = f"{name} ({level + 1})" if level else name
         while name in named:
             name += "'"

@@ -51,7 +51,7 @@ def page(seen: Foreseen, report: Report) -> str:
     figures, peak = report.figures_table(), report.memory_table()
     values = {
         "title": escape(report.title or "A foreseen step"),
-        "sentence": escape(_sentence(seen)),
+        "sentence": escape(_sentence(seen, report)),
         "verdict": _badge(seen.fits),
         "cards": _cards(seen, report),
         "problems": _list("Problems", report.problems, "problems"),
@@ -80,11 +80,10 @@ def page(seen: Foreseen, report: Report) -> str:
 # Head
 
 
-def _sentence(seen: Foreseen) -> str:
+def _sentence(seen: Foreseen, report: Report) -> str:
     hosts, roles = len(seen.cluster.hosts), len(seen.played.roles)
-    network = seen.network if isinstance(seen.network, str) else "a network of its own"
     return (
-        f"A step on {seen.world_size} x {seen.device.name}, {hosts} host{'s' if hosts > 1 else ''}, {network}: "
+        f"A step on {seen.world_size} x {seen.device.name}, {hosts} host{'s' if hosts > 1 else ''}, {report.network}: "
         f"foreseen from {roles} recorded role{'s' if roles > 1 else ''}, without a GPU."
     )
 
@@ -202,7 +201,7 @@ def _largest(seen: Foreseen) -> str:
 
 def _exposed(exposed: Mapping[Exposed, float], seconds: float) -> str:
     rows = [
-        (name.place or "unknown line", name.group or "-", seconds_text(time), f"{time / seconds:.1%}")
+        (name.place or "unknown line", name.group, seconds_text(time), f"{time / seconds:.1%}")
         for name, time in list(exposed.items())[:_LINES]
     ]
     return _table(("line", "group", "time", "share"), rows) if rows else "<p>None.</p>"

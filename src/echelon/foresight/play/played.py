@@ -13,8 +13,11 @@ from echelon.foresight.play.allocator import Memory, memory_of
 from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.program import Program
-from echelon.foresight.trace import Collective, Kernel, Message
+from echelon.foresight.trace import Collective, Kernel, Message, Trace
 from echelon.timeline.timeline import Span, Timeline
+
+_FEW_RANKS = 2
+"""Ranks of a group that are listed in place of a name."""
 
 
 class RunSpan(NamedTuple):
@@ -52,6 +55,7 @@ class Exposed(NamedTuple):
     """Communication of one group called at one line."""
 
     group: str
+    """Name of the group, as by `group_text`."""
     place: str
 
 
@@ -156,7 +160,7 @@ class PlayedRole:
         entry = trace.entries[span.entry]
         assert isinstance(entry, Collective | Message)
         place = trace.places[entry.place] if entry.place >= 0 else ""
-        return Exposed(trace.groups[entry.group].name, place)
+        return Exposed(group_text(trace, entry.group), place)
 
     def kernel_spans(self) -> Mapping[int, tuple[Span, ...]]:
         """Returns the kernels of each stream with their times. Delays are shared out evenly over a run."""
@@ -307,6 +311,18 @@ class Played:
             titles=tuple(f"rank {rank}" for rank in self.roles),
             unit="s",
         )
+
+
+def group_text(trace: Trace, index: int) -> str:
+    """Returns the name of a group, such as "dp". Without a name its ranks, such as "ranks 0-7" or "all ranks"."""
+    ranks, name, _ = trace.groups[index]
+    if name:
+        return name
+    if len(ranks) == trace.world_size:
+        return "all ranks"
+    if len(ranks) <= _FEW_RANKS:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {ranks[0]}-{ranks[-1]}" if ranks[-1] - ranks[0] == len(ranks) - 1 else f"{len(ranks)} ranks"
 
 
 def _communication_lanes(role: PlayedRole) -> list[tuple[Span, ...]]:

@@ -99,7 +99,7 @@ class RecordedGroup(EchelonProcessGroup):
     def described(self) -> Group:
         """Group of the trace."""
         description = self.getGroupDesc()
-        name = "" if description in ("undefined", "default_pg") else description.removeprefix("mesh_")
+        name = "" if description in ("undefined", "default_pg", "mesh_default") else description.removeprefix("mesh_")
         return Group(self.ranks, name, self._number)
 
     def record_collective(
@@ -156,6 +156,7 @@ class RecordedGroup(EchelonProcessGroup):
         if isinstance(opts, Tensor | list | tuple):
             values, opts = [*values, opts], None
         outputs = list(_tensors(values[:1]))
+        recording.log.num_exchanged += 1
         with real_tensors():
             if call.is_answered:
                 answer(call, outputs, outputs if form.is_in_place else list(_tensors(values[1:2])), call.values)
@@ -182,6 +183,7 @@ class RecordedGroup(EchelonProcessGroup):
     ) -> RecordedWork:
         """Sends or receives the value of a real tensor, or answers a receive as it was answered before."""
         work = RecordedWork(recording.log, -1, [tensor], False)
+        recording.log.num_exchanged += 1
         if call.is_answered:
             if not is_send:
                 answer(call, [tensor], (), call.values)
@@ -241,6 +243,7 @@ class RecordedGroup(EchelonProcessGroup):
         )
         log.entries.append(entry)
         settle = self._flag(is_send, tensor, peer, tag)
+        log.num_exchanged += settle is not None
         return self._keep(RecordedWork(log, entry.number, [tensor], False, settle))
 
     def _keep(self, work: RecordedWork) -> RecordedWork:

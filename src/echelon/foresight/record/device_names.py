@@ -65,8 +65,9 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
         mode = OnDevice if gpu is not None else OnHost
-        stack.enter_context(backward_with(lambda: mode() if _is_recorded_here() else nullcontext()))
-        for name in ("__init__", "__getitem__", "_flatten"):
+        stack.enter_context(backward_with(lambda _: mode() if _is_recorded_here() else nullcontext()))
+        replace(DeviceMesh, "__init__", _naming_groups(_with_values(DeviceMesh.__init__)))
+        for name in ("__getitem__", "_flatten"):
             replace(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
         stack.enter_context(ddp_checks_by(_with_values))
         stack.enter_context(objects_packed_by(_with_values))
@@ -281,6 +282,20 @@ def _with_values(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*map(mapped, args), **{name: mapped(each) for name, each in kwargs.items()})
 
     return call
+
+
+def _naming_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the constructor of meshes. torch takes the default group, without a name, for a dimension of all ranks."""
+
+    @functools.wraps(original)
+    def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if (recording := recording_here()) is not None:
+            for name, size in zip(self.mesh_dim_names or (), self.shape, strict=False):
+                if size == dist.get_world_size():
+                    recording.log.name_of_all = recording.log.name_of_all or name
+
+    return init
 
 
 def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:

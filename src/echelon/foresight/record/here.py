@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.routing import Routing
+
+if TYPE_CHECKING:
+    from echelon.foresight.record.repeats import Repeats
 
 
 class Recording(NamedTuple):
@@ -19,6 +22,8 @@ class Recording(NamedTuple):
     log: Log
     memory: Memory
     routing: Routing
+    repeats: Repeats | None = None
+    """Microbatches that may be repeated. None: all of them run."""
 
 
 _thread = threading.local()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import weakref
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count
 from types import CodeType
 from typing import NamedTuple
 
@@ -18,7 +17,22 @@ from echelon._torch_private.autograd import is_in_backward, next_node_number, no
 from echelon.call_site import calling_place, line_of
 from echelon.foresight.record.calls import Call, Calls
 from echelon.foresight.record.overlay import Overlay
+from echelon.foresight.record.segments import Counters
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
+
+
+class Counter:
+    """Function that returns 1, 2, 3 and so on, and can be set to go on elsewhere."""
+
+    __slots__ = ("next",)
+
+    def __init__(self) -> None:
+        self.next = 1
+
+    def __call__(self) -> int:
+        """Returns the next number."""
+        self.next += 1
+        return self.next - 1
 
 
 class Index(dict[str, int]):
@@ -63,6 +77,8 @@ class Log:
         self.optimizer_depth = 0
         """Number of nested calls of `step` of optimizers."""
         self.groups: dict[Group, int] = {}
+        self.name_of_all = ""
+        """Mesh dimension that has all ranks, such as "dp": the name of the default group."""
         self.places, self.modules = Index(), Index()
         self.kinds: dict[int, MemoryKind] = {}
         """Kind of storages whose holder is known by now. It replaces the kind in `Allocate`."""
@@ -71,13 +87,12 @@ class Log:
         """Files that the program believes to have written."""
         self.pending: dict[int, int] = {}
         """Functional collectives that nothing waits for yet: their numbers, by the storage of the result."""
-        self.new_storage = count(1).__next__
-        self.new_stream = count(1).__next__
-        self.new_event = count(1).__next__
-        self.new_number = count(1).__next__
-        self._new_batch = count(1).__next__
+        self.new_storage, self.new_event, self.new_number, self._new_batch = (Counter() for _ in range(4))
+        self.new_stream = Counter()
+        self.num_exchanged = 0
+        """Collectives and messages so far whose real values ranks have exchanged."""
         self._batch, self._num_left_in_batch = -1, 0
-        self._num_groups: Counter[tuple[int, ...]] = Counter()
+        self._num_groups: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._place_of: dict[tuple[CodeType, int], int] = {}
         self._marks: list[_Mark] = [_Mark(0, -1, is_compiled=False)]
         """A mark whenever a module is entered or left."""
@@ -187,6 +202,17 @@ class Log:
         ]
         return dropped
 
+    # Numbers
+
+    @property
+    def counters(self) -> Counters:
+        """Numbers that are given next."""
+        return Counters(self.new_storage.next, self.new_event.next, self.new_number.next, self._new_batch.next)
+
+    @counters.setter
+    def counters(self, counters: Counters) -> None:
+        self.new_storage.next, self.new_event.next, self.new_number.next, self._new_batch.next = counters
+
     # Batches of messages
 
     def begin_batch(self, size: int) -> None:
@@ -206,6 +232,17 @@ class Log:
         """Returns the number of a new group among all groups of the same ranks."""
         self._num_groups[ranks] += 1
         return self._num_groups[ranks] - 1
+
+    def named_groups(self, world_size: int) -> tuple[Group, ...]:
+        """Returns the table of groups. The default group has the name of the mesh dimension that it serves."""
+        name = self.name_of_all
+        taken = {group.name for group in self.groups if len(group.ranks) == world_size}
+        if not name or name in taken:
+            return tuple(self.groups)
+        return tuple(
+            group._replace(name=name) if len(group.ranks) == world_size and not (group.name or group.number) else group
+            for group in self.groups
+        )
 
     def group(self, group: Group) -> int:
         """Returns the number of a group in the table of groups."""

@@ -15,7 +15,7 @@ from echelon._torch_private.autograd import is_in_backward
 from echelon._torch_private.tensors import FakeTensor, local_part, storage_address
 from echelon.call_site import is_own
 from echelon.foresight.record.log import Log
-from echelon.foresight.trace import Allocate, Free, MemoryKind
+from echelon.foresight.trace import Allocate, Entry, Free, MemoryKind
 
 _BETWEEN = tuple(os.path.join("torch", *parts) for parts in (("_ops.py",), ("storage.py",), ("_tensor.py",)))
 """Files of torch between a tensor and the code that makes it."""
@@ -51,6 +51,33 @@ class Memory:
         self._known[address] = number, weakref.ref(storage, partial(self._died, address, number))
         self._allocate(number, 0 if tensor.device.type == "meta" else storage.nbytes())
         return number
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        """Returns the number of a tensor's storage. None if it does not count yet."""
+        found = self._known.get(storage_address(tensor.untyped_storage()))
+        return None if found is None else found[0]
+
+    # Storages of repeated calls, whose entries are made up
+
+    def append(self, entry: Entry) -> None:
+        """Writes an entry that was made up into the log."""
+        if type(entry) is Allocate:
+            self.live[entry.storage] = entry
+            self.num_bytes += entry.num_bytes
+            self.peak = max(self.peak, self.num_bytes)
+        elif type(entry) is Free and (before := self.live.pop(entry.storage, None)) is not None:
+            self.num_bytes -= before.num_bytes
+        self._log.entries.append(entry)
+
+    def adopt(self, tensor: torch.Tensor, number: int) -> None:
+        """Gives the storage of a new tensor a number whose memory counts already."""
+        storage = tensor.untyped_storage()
+        address = storage_address(storage)
+        self._known[address] = number, weakref.ref(storage, partial(self._died, address, number))
+
+    def disown(self, tensor: torch.Tensor) -> None:
+        """Forgets the storage of a tensor, whose end is made up as well."""
+        self._known.pop(storage_address(tensor.untyped_storage()), None)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Notes that a storage may have got another size."""

@@ -37,6 +37,7 @@ from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
 from echelon.foresight.record.processes import Children, Recorded, can_fork, has_device_threads
 from echelon.foresight.record.recorder import Recorder
+from echelon.foresight.record.repeats import NotRepeated, Repeats, microbatches_repeated
 from echelon.foresight.record.routing import Routing
 from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
 from echelon.foresight.record.until import Until
@@ -92,6 +93,8 @@ class Request(NamedTuple):
     """Steps to time with real tensors, on one rank alone. None: recorded on fake ones."""
     answers: Answers = ()
     """Calls of that rank in an earlier recording."""
+    full: bool = False
+    """Whether all microbatches run, even those that repeat an earlier one."""
     keeps_calls: bool = False
     """Whether the calls of all ranks are wanted, which are recorded in this process then."""
 
@@ -113,6 +116,7 @@ def record(
     steps: int = 2,
     hosts: Sequence[int] | None = None,
     gpu: Gpu | None = Gpu(),  # noqa: B008 # it cannot be changed
+    full: bool = False,
 ) -> dict[int, Trace]:
     """Records the last of some steps of a program, on some ranks of a world. Blocks until they have ended.
 
@@ -126,6 +130,7 @@ def record(
         steps: steps to run; the first ones warm up.
         hosts: number of each rank's host. None: all are on one.
         gpu: facts that the program may ask for. None: its hosts have no GPUs.
+        full: whether all microbatches run, even those that repeat an earlier one.
 
     Returns:
         The trace of each recorded rank.
@@ -136,7 +141,7 @@ def record(
         CollectiveMismatch: recorded ranks disagree on a collective of real values.
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
-    request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps, gpu)
+    request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps, gpu, full=full)
     return record_in_turn(request, lambda traces: [] if traces else ranks).traces
 
 
@@ -147,6 +152,13 @@ def record_in_turn(request: Request, choose: Choose) -> Records:
         request: the program.
         choose: returns the ranks to record next, of those recorded so far. No ranks end the recording.
     """
+    try:
+        return _record_in_turn(request, choose)
+    except NotRepeated:
+        return _record_in_turn(request._replace(full=True), choose)
+
+
+def _record_in_turn(request: Request, choose: Choose) -> Records:
     fn, world_size = request.fn, len(request.hosts)
     recorded_tensors()  # imports torch's compiler, which has to see the names of torch.cuda as they are
     with only_simulation():
@@ -172,6 +184,7 @@ def record_in_turn(request: Request, choose: Choose) -> Records:
                 no_writes(allow_files=request.allow_writes),
                 loading_here(),
                 not_compiled(),
+                nullcontext() if request.full else microbatches_repeated(),
             ):
                 return run.run()
         finally:
@@ -326,6 +339,8 @@ class _Run:
     def _run_rank(self, rank: int) -> None:
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # of a build without it
+        if self._request.gpu is not None:  # not true of the mesh of GPUs that the one of processors stands for
+            warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
         world_size = len(self._request.hosts)
         backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)
         self._backends.append(backend)
@@ -337,8 +352,12 @@ class _Run:
             log = Log(Calls(self._request.answers, clock, self._request.keeps_calls))
             memory, routing = Memory(log), Routing(log.assume)
             until = Until(self._request.until) if self._request.until else None
-            steps = self._steps[rank] = Steps(log, memory, self._request.steps, until is None, timing)
-            recording = Recording(rank, log, memory, routing)
+            repeats = None
+            # Calls are compared with those of real tensors, where all microbatches run.
+            if not self._request.full and not self._request.keeps_calls and timing is None:
+                repeats = Repeats(log, memory, self._request.steps)
+            steps = self._steps[rank] = Steps(log, memory, self._request.steps, until is None, timing, repeats)
+            recording = Recording(rank, log, memory, routing, repeats)
             with provide(group), self.torch.rank(group), recorded(recording), ExitStack() as stack:
                 if timing is None:
                     Modules(log).watch()
@@ -359,6 +378,8 @@ class _Run:
                 self.calls.at_exit(rank)
             if until and not steps.num_done:
                 raise until.missing(rank)
+            if steps.entries is None and repeats is not None and repeats.num_repeated:
+                raise NotRepeated  # no step was kept, of which the last microbatch had to run
             self.traces[rank] = steps.trace(rank, world_size)
             if self._request.keeps_calls:
                 self.answers[rank] = log.calls.of_all_steps()

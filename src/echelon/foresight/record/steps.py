@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from torch.optim import Optimizer
@@ -16,6 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.trace import Allocate, Entry, Trace
+
+if TYPE_CHECKING:
+    from echelon.foresight.record.repeats import Repeats
 
 
 class StepsDone(BaseException):
@@ -39,7 +42,13 @@ class Steps:
     """Steps of one rank so far."""
 
     def __init__(
-        self, log: Log, memory: Memory, num_steps: int, by_optimizers: bool = True, timing: Timing | None = None
+        self,
+        log: Log,
+        memory: Memory,
+        num_steps: int,
+        by_optimizers: bool = True,
+        timing: Timing | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
         self.entries: Sequence[Entry] | None = None
         """Entries of the last step that has ended. None before the first end."""
@@ -52,6 +61,7 @@ class Steps:
         self._memory = memory
         self._num_steps = num_steps
         self._timing = timing
+        self._repeats = repeats
         self._since = 0.0
         """When the first steps had ended, and those that are timed began."""
         self._by_optimizers = by_optimizers
@@ -123,6 +133,8 @@ class Steps:
         self._live_at_begin = live
         self._stepped.clear()
         self._log.forget_graph()
+        if self._repeats is not None:
+            self._repeats.end_step()
         self.num_done += 1
         if self.num_done == self._num_steps:
             self._since = time.monotonic()
@@ -147,7 +159,7 @@ class Steps:
             world_size=world_size,
             entries=tuple(log.with_kinds(entries)),
             live=tuple(live),
-            groups=tuple(log.groups),
+            groups=log.named_groups(world_size),
             places=tuple(log.places),
             modules=tuple(log.modules),
             is_step=self.entries is not None,

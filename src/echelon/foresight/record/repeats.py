@@ -1,0 +1,587 @@
+"""Microbatches that repeat an earlier one: their entries are made up, and their modules do not run.
+
+Strategy. A microbatch is a call of a module that no other module calls, and the backward pass through its output. Both
+are recorded as segments of the log, with all that decides about them: the module's hooks, flags and the gradients that
+exist, the forms of inputs and gradients, and the program's line. A later microbatch with equal facts repeats both, if
+together they left the module as they found it, and no memory but that of results. A repeated call returns tensors of
+the recorded form. Their node in the graph writes the entries of the backward pass.
+
+In the step that is kept, the first, the second and the last microbatch always run, and are compared. Whatever differs
+where it should not ends the recording: it is then done again, with all microbatches.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from operator import eq
+from typing import Any, NamedTuple, NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from echelon._torch_private.autograd import backward_with, is_in_backward, register_first_hook
+from echelon._torch_private.distributed import chunks_noted
+from echelon._torch_private.fake_results import Form, form_of, made_of
+from echelon._torch_private.states import state_of
+from echelon._torch_private.tensors import FakeTensor, tree_flatten, tree_unflatten, without_functions
+from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.log import Log
+from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.segments import Counters, Place, Segment, moved
+from echelon.foresight.trace import Entry, Free
+
+_TENSOR = object()
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class NotRepeated(BaseException):
+    """Raised in a program whose microbatches differ where they were taken to be equal: all of them have to run.
+
+    A BaseException: `except Exception` does not catch it.
+    """
+
+
+class _Moment(NamedTuple):
+    """State of the log and of a module at one time."""
+
+    position: int
+    counters: Counters
+    facts: Hashable
+    gradients: Hashable
+    storages: tuple[int | None, ...]
+    """Storages of the module's tensors."""
+    counts: tuple[int, ...]
+    """Numbers of what no repeated call can do: exchanges of values, groups and streams."""
+
+    @property
+    def state(self) -> tuple[Hashable, Hashable, tuple[int | None, ...]]:
+        """State of the module: equal if nothing has changed."""
+        return self.facts, self.gradients, self.storages
+
+
+class _Output(NamedTuple):
+    """Tensor that a module returns."""
+
+    form: Form
+    storage: int
+    requires_grad: bool
+
+
+@dataclass
+class _Call:
+    """A call of a module, and its backward pass."""
+
+    key: Hashable
+    inputs: tuple[int, ...]
+    """Storages of the tensors among its arguments."""
+    begin: _Moment
+    number: int
+    """Number among all calls of the rank."""
+    end: _Moment | None = None
+    forward: Segment | None = None
+    outputs: tuple[_Output, ...] = ()
+    leaves: tuple[Any, ...] = ()
+    """Result as leaves: `_TENSOR` for each tensor."""
+    structure: Any = None
+    wanted: Sequence[weakref.ref[torch.Tensor]] = ()
+    """Arguments whose gradients are wanted."""
+    original: _Call | None = None
+    """Call that it repeats. None: it has run."""
+    held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    """Memory that the graph would keep until some time of the backward pass."""
+
+    @property
+    def written(self) -> Segment:
+        """Entries of the call."""
+        assert self.forward is not None
+        return self.forward
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the call alone left its module as it was. Otherwise its backward pass has to restore it.
+
+        FSDP gathers the parameters of the outermost module in forward, and keeps them until backward.
+        """
+        return self.end is not None and self.end.state == self.begin.state
+
+
+class _Backward(NamedTuple):
+    """A recorded backward pass of a call."""
+
+    call: _Call
+    segment: Segment
+    storages: tuple[int | None, ...]
+    gradient: int
+    """Storage of the output's gradient."""
+    gradients: tuple[_Output | None, ...]
+    """Gradients of the wanted arguments."""
+
+
+@dataclass
+class _Known:
+    """Calls with equal facts."""
+
+    call: _Call
+    """Latest one that has run."""
+    backwards: dict[Hashable, _Backward] = field(default_factory=dict)
+    """Latest backward pass by its facts."""
+    is_repeated: bool = False
+    """Whether one of them has been repeated. Then all that run have to be equal."""
+
+
+@dataclass
+class _Pass:
+    """Backward pass that runs."""
+
+    is_whole: bool
+    module: nn.Module | None = None
+    call: _Call | None = None
+    begin: _Moment | None = None
+    key: Hashable = None
+    gradient: int = -1
+    end: tuple[int, Counters] | None = None
+    """Number of entries and counters at the end of a repeated pass."""
+
+
+class Repeats:
+    """Calls of modules of one rank that are repeated."""
+
+    def __init__(self, log: Log, memory: Memory, num_steps: int) -> None:
+        self.num_repeated = 0
+        """Calls that did not run."""
+        self._log = log
+        self._memory = memory
+        self._num_left = num_steps
+        self._depth = 0
+        self._passes: list[_Pass] = []
+        self._known: dict[Hashable, _Known] = {}
+        self._leaf = torch.empty((), requires_grad=True)
+        """Argument of each repeated call: with it, results have gradients even if no other argument has."""
+        self._excluded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._num_calls = 0
+        self._alone: _Call | None = None
+        """Repeated call whose backward pass has to come before any other call."""
+        self._counts: Counter[int] = Counter()
+        """Calls in this step, by module."""
+        self._expected: dict[int, int] = {}
+        """Calls in a step, by module."""
+        self._num_open = 0
+        """Repeated calls without a backward pass so far."""
+        self._was_repeated: set[int] = set()
+        """Modules with repeated calls in this step."""
+
+    # Program
+
+    def expect(self, module: nn.Module, num_calls: int) -> None:
+        """Notes how often a module is called in a step."""
+        self._expected[id(module)] = num_calls
+
+    def end_step(self) -> None:
+        """Ends a step.
+
+        Raises:
+            NotRepeated: the last microbatch has not run.
+        """
+        self._num_left -= 1
+        if self._num_open or (
+            self._num_left == 0 and any(self._counts[each] != self._expected.get(each) for each in self._was_repeated)
+        ):
+            raise NotRepeated
+        self._expected.update(self._counts)
+        self._counts.clear()
+        self._was_repeated.clear()
+
+    def called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module, or repeats an earlier call."""
+        if self._depth or is_in_backward() or not torch.is_grad_enabled() or module in self._excluded:
+            return original(module, *args, **kwargs)
+        self._depth += 1
+        try:
+            call = self._call(module, args, kwargs)
+            if call is None:
+                return original(module, *args, **kwargs)
+            if self._alone is not None:
+                self._differs()
+            self._counts[id(module)] += 1
+            known = self._known.get(call.key)
+            if known is not None and known.backwards and self._may_repeat(module):
+                known.is_repeated = True
+                return self._repeat(module, call, known.call, args, kwargs)
+            out = original(module, *args, **kwargs)
+            self._run(module, call, out)
+            return out
+        finally:
+            self._depth -= 1
+
+    def _may_repeat(self, module: nn.Module) -> bool:
+        number, expected = self._counts[id(module)], self._expected.get(id(module))
+        if expected is None:  # in a warm-up step, which is not kept
+            return self._num_left > 1
+        return number < expected and (number > 2 or self._num_left > 1)
+
+    # Facts
+
+    def _moment(self, module: nn.Module) -> _Moment:
+        log = self._log
+        with without_functions():
+            state = state_of(module)
+            storages = tuple(
+                self._memory.known(each) if isinstance(each, FakeTensor) else None for each in state.tensors
+            )
+        facts = (
+            state.facts,
+            log.stream,
+            log.device,
+            len(log.pending),
+        )
+        counts = log.num_exchanged, len(log.groups), log.new_stream.next
+        return _Moment(len(log.entries), log.counters, facts, state.gradients, storages, counts)
+
+    def _call(self, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
+        """Returns a call with its facts. None if it cannot be repeated."""
+        with without_functions():
+            leaves, structure = tree_flatten((args, kwargs))
+            autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+            facts: list[Hashable] = [id(module), self._log.place(), str(structure), autocast]
+            inputs: list[int] = []
+            wanted: list[weakref.ref[torch.Tensor]] = []
+            for leaf in leaves:
+                if type(leaf) is FakeTensor:
+                    number = self._memory.known(leaf)
+                    if number is None or (leaf.requires_grad and not (leaf.is_leaf and leaf.grad is None)):
+                        return None
+                    first = inputs.index(number) if number in inputs else len(inputs)
+                    facts.append((leaf.shape, leaf.stride(), leaf.dtype, first))
+                    facts.append(leaf.requires_grad)
+                    inputs.append(number)
+                    if leaf.requires_grad:
+                        wanted.append(weakref.ref(leaf))
+                elif isinstance(leaf, _PLAIN):
+                    facts.append((type(leaf), leaf))
+                else:
+                    return None
+        begin = self._moment(module)
+        if not any(storage is not None for storage in begin.storages):
+            return None
+        self._num_calls += 1
+        return _Call((*facts, begin.facts), tuple(inputs), begin, self._num_calls, wanted=wanted)
+
+    # Calls that run
+
+    def _run(self, module: nn.Module, call: _Call, out: Any) -> None:
+        """Records a call that has run."""
+        call.end = self._moment(module)
+        call.forward = self._segment(call.begin)
+        leaves, call.structure = tree_flatten(out)
+        outputs, differentiable = self._outputs(call, leaves)
+        if outputs is None or not differentiable or call.end.counts != call.begin.counts:
+            return
+        call.outputs = outputs
+        call.leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        known = self._known.get(call.key)
+        if known is None:
+            self._known[call.key] = _Known(call)
+        else:
+            if not self._are_equal(known.call, call):
+                if known.is_repeated:
+                    self._differs()
+                known.backwards.clear()
+            known.call = call
+        for number, leaf in differentiable:
+            # Before other hooks, such as FSDP2's, which write entries of the backward pass.
+            register_first_hook(leaf, functools.partial(self._backward_begins, module, call, number))
+
+    def _outputs(
+        self, call: _Call, leaves: Sequence[Any]
+    ) -> tuple[tuple[_Output, ...] | None, list[tuple[int, torch.Tensor]]]:
+        """Returns the tensors of a result, and the differentiable ones. None if a tensor cannot be made again."""
+        outputs: list[_Output] = []
+        differentiable = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                form = form_of(leaf)
+                number = self._memory.known(leaf) if form is not None else None
+                is_new = number is not None and call.written.has_made(number)
+                if form is None or number is None or not is_new or number in [each.storage for each in outputs]:
+                    return None, []
+                if leaf.requires_grad:
+                    differentiable.append((len(outputs), leaf))
+                outputs.append(_Output(form, number, leaf.requires_grad))
+            elif not isinstance(leaf, _PLAIN):
+                return None, []
+        return tuple(outputs), differentiable
+
+    def _segment(self, begin: _Moment) -> Segment:
+        return Segment(tuple(self._log.entries[begin.position :]), begin.counters, self._log.counters)
+
+    def _are_equal(self, former: _Call, call: _Call) -> bool:
+        """Whether two calls wrote equal entries."""
+        if former.structure != call.structure or former.leaves != call.leaves or former.is_steady != call.is_steady:
+            return False
+        if [(each.form, each.requires_grad) for each in former.outputs] != [
+            (each.form, each.requires_grad) for each in call.outputs
+        ]:
+            return False
+        again = moved(former.written, [Place(former.written, call.begin.counters)], _storages(former, call))
+        return _is_equal(former.written, again, call.written)
+
+    @contextmanager
+    def backward(self, is_whole: bool) -> Iterator[None]:
+        """Notes a backward pass."""
+        self._passes.append(_Pass(is_whole))
+        try:
+            yield
+            self._backward_ends(self._passes[-1])
+        finally:
+            self._passes.pop()
+
+    def _backward_begins(self, module: nn.Module, call: _Call, output: int, gradient: torch.Tensor) -> None:
+        """Notes that the gradient of a result has come."""
+        with without_functions():
+            number = self._memory.known(gradient) if type(gradient) is FakeTensor else None
+        if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call or number is None:
+            self._exclude(module)
+            if self._passes:
+                self._passes[0].is_whole = False
+            return
+        self._begin(self._passes[0], module, call, output, gradient, number)
+
+    def _begin(
+        self, backward: _Pass, module: nn.Module, call: _Call, output: int, gradient: torch.Tensor, number: int
+    ) -> None:
+        backward.module, backward.call, backward.gradient = module, call, number
+        backward.begin = self._moment(module)
+        with without_functions():
+            form = gradient.shape, gradient.stride(), gradient.dtype
+        facts, ran = backward.begin.facts, call.original or call
+        # A repeated call has not changed its module as the call that it repeats did.
+        before = call.begin if call.original is not None else call.end
+        if not ran.is_steady and before is not None and facts == before.facts:
+            facts = None
+        backward.key = output, form, self._log.place(), facts, ran.is_steady and backward.begin.gradients
+
+    def _exclude(self, module: nn.Module) -> None:
+        """Lets all calls of a module run from now on."""
+        self._excluded.add(module)
+
+    def _backward_ends(self, backward: _Pass) -> None:
+        call, begin, log = backward.call, backward.begin, self._log
+        if call is None or begin is None or backward.module is None or not backward.is_whole:
+            return
+        if backward.end is not None:
+            if backward.end != (len(log.entries), log.counters):
+                self._differs()
+            return
+        known = self._known.get(call.key)
+        if known is None:
+            return
+        segment = self._segment(begin)
+        gradients = self._gradients(call, segment)
+        end = self._moment(backward.module)
+        if call.is_steady:
+            is_steady = end.state == begin.state
+        else:
+            is_steady = end.state == call.begin.state and call.number == self._num_calls
+        is_steady = is_steady and end.counts == begin.counts
+        if gradients is None or not is_steady or not self._is_clean(call, segment, gradients):
+            if known.is_repeated and backward.key in known.backwards:
+                self._differs()
+            return
+        made = _Backward(call, segment, begin.storages, backward.gradient, gradients)
+        former = known.backwards.get(backward.key)
+        if known.is_repeated and former is not None and not self._are_equal_backwards(former, made):
+            self._differs()
+        known.backwards[backward.key] = made
+
+    def _gradients(self, call: _Call, segment: Segment) -> tuple[_Output | None, ...] | None:
+        """Returns the gradients of the wanted arguments. None if they cannot be made again."""
+        found: list[_Output | None] = []
+        for reference in call.wanted:
+            tensor = reference()
+            gradient = None if tensor is None else tensor.grad
+            if gradient is None:
+                found.append(None)
+                continue
+            form, number = form_of(gradient), self._memory.known(gradient)
+            if form is None or number is None or not segment.has_made(number):
+                return None
+            found.append(_Output(form, number, requires_grad=False))
+        return tuple(found)
+
+    def _is_clean(self, call: _Call, segment: Segment, gradients: Sequence[_Output | None]) -> bool:
+        """Whether no memory but that of results outlives a call and its backward pass."""
+        results = {each.storage for each in (*call.outputs, *gradients) if each is not None}
+        return call.written.made | segment.made <= call.written.freed | segment.freed | results
+
+    def _are_equal_backwards(self, former: _Backward, made: _Backward) -> bool:
+        if [each and each.form for each in former.gradients] != [each and each.form for each in made.gradients]:
+            return False
+        places = [
+            Place(former.call.written, made.call.begin.counters),
+            Place(former.segment, made.segment.begin),
+        ]
+        states = (former.storages, made.storages) if former.call.is_steady else None
+        storages = _storages(former.call, made.call, states)
+        storages[former.gradient] = made.gradient
+        return _is_equal(former.segment, moved(former.segment, places, storages), made.segment)
+
+    def _differs(self) -> NoReturn:
+        raise NotRepeated
+
+    # Calls that do not run
+
+    def _repeat(self, module: nn.Module, call: _Call, former: _Call, args: Any, kwargs: Any) -> Any:
+        """Writes the entries of a call, and returns its result."""
+        self.num_repeated += 1
+        self._num_open += 1
+        self._was_repeated.add(id(module))
+        call.original = former
+        self._alone = None if former.is_steady else call
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        by_number = dict(zip(call.inputs, tensors, strict=True))
+        place = Place(former.written, call.begin.counters)
+        for entry in moved(former.written, [place], _storages(former, call)):
+            if type(entry) is Free and entry.storage in by_number:
+                self._memory.disown(by_number[entry.storage])
+            self._memory.append(entry)
+        self._log.counters = call.begin.counters.plus(former.written.end, former.written.begin)
+        shift = call.begin.counters.storage - former.begin.counters.storage
+        call.outputs = tuple(each._replace(storage=each.storage + shift) for each in former.outputs)
+        freed = self._freed(call)
+        for number, was in zip(call.inputs, former.inputs, strict=True):
+            if was in freed:
+                call.held[number] = by_number[number].untyped_storage()
+        wanted = [leaf for leaf in tensors if leaf.requires_grad]
+        outputs = iter(_Repeated.apply(self, module, call, self._leaf, *wanted))  # type: ignore[no-untyped-call]
+        leaves = [next(outputs) if leaf is _TENSOR else leaf for leaf in former.leaves]
+        return tree_unflatten(leaves, former.structure)
+
+    def results(self, call: _Call) -> tuple[FakeTensor, ...]:
+        """Returns the tensors of a result."""
+        assert call.original is not None
+        made = tuple(self._made(each) for each in call.outputs)
+        freed = self._freed(call)
+        for tensor, output, was in zip(made, call.outputs, call.original.outputs, strict=True):
+            if was.storage in freed:
+                call.held[output.storage] = tensor.untyped_storage()
+        return made
+
+    def _freed(self, call: _Call) -> set[int]:
+        """Returns the storages that backward passes of an equal call have freed."""
+        return {each for backward in self._known[call.key].backwards.values() for each in backward.segment.freed}
+
+    def _made(self, output: _Output) -> FakeTensor:
+        tensor = made_of(output.form)
+        self._memory.adopt(tensor, output.storage)
+        return tensor
+
+    def repeat_backward(
+        self, module: nn.Module, call: _Call, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Writes the entries of a backward pass, and returns the gradients of the wanted arguments."""
+        self._num_open -= 1
+        self._alone = None
+        given = [(number, each) for number, each in enumerate(gradients) if each is not None]
+        if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call or len(given) != 1:
+            self._differs()
+        backward, (output, gradient) = self._passes[0], given[0]
+        with without_functions():
+            number = self._memory.known(gradient)
+        if number is None:
+            self._differs()
+        self._begin(backward, module, call, output, gradient, number)
+        assert backward.begin is not None
+        former = self._known[call.key].backwards.get(backward.key)
+        if former is None:
+            self._differs()
+        begin, counters = backward.begin, backward.begin.counters
+        states = (former.storages, begin.storages) if former.call.is_steady else None
+        storages = _storages(former.call, call, states)
+        storages[former.gradient] = number
+        places = [Place(former.call.written, call.begin.counters), Place(former.segment, counters)]
+        for entry in moved(former.segment, places, storages):
+            if type(entry) is Free:
+                if entry.storage in call.held:
+                    del call.held[entry.storage]  # its end writes the entry
+                    continue
+                if entry.storage == number:
+                    self._memory.disown(gradient)
+            self._memory.append(entry)
+        end = counters.plus(former.segment.end, former.segment.begin)
+        self._log.counters = end
+        backward.end = begin.position + len(former.segment.entries), end
+        shift = counters.storage - former.segment.begin.storage
+        return tuple(
+            None if each is None else self._made(each._replace(storage=each.storage + shift))
+            for each in former.gradients
+        )
+
+
+class _Repeated(torch.autograd.Function):
+    """Node of a repeated call."""
+
+    @staticmethod
+    def forward(ctx: Any, repeats: Repeats, module: nn.Module, call: _Call, *_: torch.Tensor) -> Any:
+        """Returns the result of a call as it was recorded."""
+        ctx.set_materialize_grads(False)
+        ctx.repeats, ctx.module, ctx.call = repeats, module, call
+        made = repeats.results(call)
+        ctx.mark_non_differentiable(
+            *(each for each, output in zip(made, call.outputs, strict=True) if not output.requires_grad)
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Returns the gradients of a call as they were recorded."""
+        return (None, None, None, None, *ctx.repeats.repeat_backward(ctx.module, ctx.call, gradients))
+
+
+def _storages(
+    former: _Call, call: _Call, states: tuple[Sequence[int | None], Sequence[int | None]] | None = None
+) -> dict[int, int]:
+    """Returns the counterparts of a former call's arguments and of its module's state."""
+    before, after = states or (former.begin.storages, call.begin.storages)
+    pairs = [*zip(before, after, strict=True), *zip(former.inputs, call.inputs, strict=True)]
+    return {old: new for old, new in pairs if old is not None and new is not None}
+
+
+def _is_equal(former: Segment, again: Iterator[Entry], segment: Segment) -> bool:
+    """Whether a moved segment is another one."""
+    return (
+        len(former.entries) == len(segment.entries)
+        and segment.begin.plus(former.end, former.begin) == segment.end
+        and all(map(eq, again, segment.entries))
+    )
+
+
+def _repeats_here() -> Repeats | None:
+    recording = recording_here()
+    return None if recording is None else recording.repeats
+
+
+@contextmanager
+def microbatches_repeated() -> Iterator[None]:
+    """Inside, modules of recorded ranks are called by the `Repeats` of their recording, if it has some."""
+    original = nn.Module.__call__
+
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        repeats = _repeats_here()
+        return original(self, *args, **kwargs) if repeats is None else repeats.called(original, self, args, kwargs)
+
+    def backward(is_whole: bool) -> AbstractContextManager[None]:
+        repeats = _repeats_here()
+        return nullcontext() if repeats is None else repeats.backward(is_whole)
+
+    def expect(module: nn.Module, num_calls: int) -> None:
+        if (repeats := _repeats_here()) is not None:
+            repeats.expect(module, num_calls)
+
+    with patch.object(nn.Module, "__call__", called), backward_with(backward), chunks_noted(expect):
+        yield

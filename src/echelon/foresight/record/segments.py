@@ -1,0 +1,126 @@
+"""Parts of a rank's log, and the same part with the numbers of another place. Pure.
+
+Two microbatches write the same entries, but for the numbers of what they make: storages, events, communication and
+batches. A log counts these up. So the numbers that a segment makes are those between its begin and its end, and all of
+them move by one distance for each kind. Other storages, such as those of parameters, stay or have a counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from echelon.foresight.trace import (
+    Allocate,
+    Collective,
+    Entry,
+    Free,
+    Kernel,
+    Message,
+    Wait,
+)
+
+
+class Counters(NamedTuple):
+    """Numbers that a log gives next."""
+
+    storage: int
+    event: int
+    number: int
+    batch: int
+
+    def plus(self, other: Counters, minus: Counters) -> Counters:
+        """Returns these counters after as many numbers as between `minus` and `other`."""
+        return Counters(*(own + end - begin for own, end, begin in zip(self, other, minus, strict=True)))
+
+
+class Segment(NamedTuple):
+    """Entries in a row, and the counters before and after them."""
+
+    entries: tuple[Entry, ...]
+    begin: Counters
+    end: Counters
+
+    def has_made(self, storage: int) -> bool:
+        """Whether a storage is of this segment."""
+        return self.begin.storage <= storage < self.end.storage
+
+    @property
+    def made(self) -> set[int]:
+        """Storages of this segment that got memory in it."""
+        return {each.storage for each in self.entries if type(each) is Allocate and self.has_made(each.storage)}
+
+    @property
+    def freed(self) -> set[int]:
+        """Storages that gave memory back in it."""
+        return {each.storage for each in self.entries if type(each) is Free}
+
+
+class Place(NamedTuple):
+    """Segment that is moved, and the counters where its copy begins."""
+
+    segment: Segment
+    begin: Counters
+
+
+def moved(segment: Segment, places: Iterable[Place], storages: Mapping[int, int]) -> Iterator[Entry]:
+    """Yields the entries of a segment with the numbers of another place.
+
+    Args:
+        segment: the segment.
+        places: the segment's own place, and those of earlier segments whose numbers it has.
+        storages: counterparts of other storages.
+    """
+    shift = _Shift(tuple(places), storages)
+    for entry in segment.entries:
+        if isinstance(entry, Kernel):
+            yield Kernel._make((*entry[:6], shift.storages(entry.reads), shift.storages(entry.writes), *entry[8:]))
+        elif isinstance(entry, Allocate):
+            yield Allocate._make((shift.storage(entry.storage), *entry[1:]))
+        elif isinstance(entry, Free):
+            yield Free(shift.storage(entry.storage))
+        elif isinstance(entry, Collective):
+            reads, writes = shift.storages(entry.reads), shift.storages(entry.writes)
+            yield entry._replace(number=shift.number(entry.number), reads=reads, writes=writes)
+        elif isinstance(entry, Message):
+            yield entry._replace(number=shift.number(entry.number), batch=shift.batch(entry.batch))
+        elif isinstance(entry, Wait):
+            yield entry._replace(number=shift.number(entry.number))
+        else:  # of an event
+            yield entry._replace(event=shift.event(entry.event))
+
+
+class _Shift:
+    """Numbers of a segment, moved to another place."""
+
+    def __init__(self, places: tuple[Place, ...], storages: Mapping[int, int]) -> None:
+        self._places = places
+        self._storages: dict[int, int] = dict(storages)
+        self._known: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}
+
+    def _moved(self, number: int, field: int) -> int:
+        for (_, begin, end), base in self._places:
+            if begin[field] <= number < end[field]:
+                return number + base[field] - begin[field]
+        return number
+
+    def storage(self, number: int) -> int:
+        found = self._storages.get(number)
+        if found is None:
+            found = self._storages[number] = self._moved(number, 0)
+        return found
+
+    def storages(self, accesses: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        found = self._known.get(accesses)
+        if found is None:
+            found = self._known[accesses] = tuple((self.storage(each), size) for each, size in accesses)
+        return found
+
+    def event(self, number: int) -> int:
+        return self._moved(number, 1)
+
+    def number(self, number: int) -> int:
+        return self._moved(number, 2)
+
+    def batch(self, number: int) -> int:
+        return self._moved(number, 3)
