@@ -15,6 +15,7 @@ import torch
 
 from echelon.backends.delivery import IncomingMessage
 from echelon.backends.formats.wire import Tag
+from echelon.backends.memory import is_ordinary
 from echelon.backends.tcp.inbox import Inbox
 from echelon.backends.work import Work
 from echelon.errors import EchelonError
@@ -115,18 +116,17 @@ class Sender(ABC):
         self,
         head: bytes,
         tag: Tag,
-        shape: tuple[int, ...],  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> Callable[[torch.Tensor], int]:
         """Returns `put` for messages with one header: a function of the tensor, whose result is 0 if it was written.
 
-        It is called with an empty queue, and refuses tensors that are not such as `check_send` demands.
+        It is called with an empty queue, and writes no tensor of another shape or dtype, or one that needs checks.
         """
 
         def put(tensor: torch.Tensor) -> int:
-            # `start` refuses the others.
-            is_memory = tensor.is_cpu and tensor.layout is torch.strided
-            return not (is_memory and self.put(head, tensor, tag))
+            is_such = is_ordinary(tensor) and tensor.shape == shape and tensor.dtype == dtype
+            return not (is_such and self.put(head, tensor, tag))
 
         return put
 
@@ -139,6 +139,8 @@ class Known(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     note: str
+    what: str
+    """Dtype and shape in words."""
 
 
 class Receiver(ABC):

@@ -10,7 +10,7 @@ import torch
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
-from echelon.backends.memory import dtype_code, new_tensor
+from echelon.backends.memory import dtype_code, is_ordinary, new_tensor
 from echelon.backends.messages import Messages, PreparedReceive, PreparedSend
 from echelon.backends.operators import Combine
 from echelon.backends.tcp.link import Known
@@ -230,7 +230,7 @@ class TcpReceive(PreparedReceive):
         if code == _WAITING and self._progress.may_spin() and self._tcp.poller.look_for(self._receiver):
             code = self._take(known, tensor)
         if not code:
-            return Message(tensor, known.note)
+            return Message(tensor, known.note, known.what)
         if code != _WAITING:
             self._known = None
         return None
@@ -248,6 +248,8 @@ class TcpReceive(PreparedReceive):
             return code
 
     def _take_unclaimed(self, out: torch.Tensor | None) -> Message | None:
+        if out is not None and not is_ordinary(out):
+            return None
         with self._progress.lock:
             # At the limit `irecv` takes it: a receive resumes the paused peer.
             if self._progress.is_closed or self._tcp.inboxes[self.src].is_at_limit:

@@ -20,7 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from echelon._torch_private.tensors import storage_users
+from echelon._torch_private.autograd import forward_ad_level
+from echelon._torch_private.tensors import storage_users, transform_stack
 from echelon.backends.admission import check_values
 from echelon.backends.formats.wire import MAX_NOTE_BYTES, Tag
 from echelon.backends.memory import plain
@@ -176,7 +177,7 @@ class _Expected(NamedTuple):
 class Sender:
     """Sending end of a handover. It is prepared once, and used in every step."""
 
-    __slots__ = ("_backend", "_dst", "_group", "_handles", "_tag")
+    __slots__ = ("_alone", "_backend", "_dst", "_group", "_handles", "_tag")
 
     def __init__(self, group: ProcessGroup, handover: Handover, peer: int) -> None:
         """Prepares to send to rank `peer` of the pipeline."""
@@ -185,6 +186,8 @@ class Sender:
         self._tag = _tag(group, handover)
         # By number of the tensor in the value: its shape, dtype and note, and what sends it.
         self._handles: dict[int, tuple[tuple[torch.Size, torch.dtype, str], PreparedSend]] = {}
+        # Of the last value, if that was one bare tensor: whether it required a gradient, and its handle.
+        self._alone: tuple[bool, PreparedSend] | None = None
 
     def send(self, value: Value) -> list[Work[None]]:
         """Starts to send a value. Its tensors must not change before all returned Works are done.
@@ -192,19 +195,32 @@ class Sender:
         Raises:
             UnsupportedOp: the value has more than 1023 tensors or one without memory of its own, or is no nested value.
         """
+        # Fast path: a bare tensor like the last one, which can leave now. Between two stages this code is cold, so it
+        # calls little.
+        if (
+            (alone := self._alone) is not None
+            and isinstance(value, torch.Tensor)
+            and value.requires_grad is alone[0]
+            and transform_stack() is None
+            and forward_ad_level() < 0
+            and alone[1].at_once(value)
+        ):
+            return []
+        self._alone = None
         works: list[Work[None]] = []
-        if isinstance(value, torch.Tensor):  # fast path: most stages pass one tensor
+        if isinstance(value, torch.Tensor):  # most stages pass one tensor
             messages = [(_sendable(value), "[true]" if value.requires_grad else "[false]")]
         else:
             messages = _messages(value)
         for part, (tensor, note) in enumerate(messages):
             handle = self._handle(part, tensor, note)
-            # Fast path: a message that can leave now needs no Work. Within a step a send took 143 us, and takes 100
-            # (benchmarks/pipeline).
+            # A message that can leave now needs no Work.
             if not handle.at_once(tensor):
                 work = handle.start(tensor)
                 work.lateness = MessageLateness(self._backend, (self._dst,), self._group.ranks, self._group.context)
                 works.append(work)
+        if isinstance(value, torch.Tensor):
+            self._alone = value.requires_grad, self._handles[0][1]
         return works
 
     def _handle(self, part: int, tensor: torch.Tensor, note: str) -> PreparedSend:
@@ -265,7 +281,7 @@ class Receiver:
             PeerFailed, Timeout: the value will not come, or did not come in time.
         """
         try:
-            first, note = self._take(0)
+            first, note, _ = self._take(0)
             # Fast path: one bare tensor like the last one. A bare value has no structure to parse.
             is_alone = note in BARE and len(self._works) < 2 and len(self._expected) == 1
             if not is_alone or self._expected[0][:2] != (first.shape, first.dtype):

@@ -23,7 +23,7 @@ from echelon.backends.delivery import IncomingMessage
 from echelon.backends.formats import message_layout, wire
 from echelon.backends.formats.arena import ARENA_BYTES, MIN_PART_BYTES
 from echelon.backends.formats.wire import Tag
-from echelon.backends.memory import as_bytes, new_tensor, type_of
+from echelon.backends.memory import as_bytes, describe, new_tensor, type_of
 from echelon.backends.modes import normal_mode
 from echelon.backends.shared.memory.mapping import add_lender
 from echelon.backends.shared.messages import message_region
@@ -164,7 +164,7 @@ class RingReceiver(Receiver):
         if not (note is None or note == head.note):
             return None
         like = message(self._address, data, head.num_bytes, type_of(head.dtype), head.shape)
-        return Known(partial(core.receive, like), head.shape, head.dtype, head.note)
+        return Known(partial(core.receive, like), head.shape, head.dtype, head.note, describe(head.shape, head.dtype))
 
     def fail(self, error: EchelonError) -> None:  # noqa: D102
         if self._arrival is not None:
