@@ -13,7 +13,8 @@ from echelon._native import NO_FD, OBSTACLE, Bell, Code, Inlet, Outlet, core, me
 from echelon.backends.delivery import PIECE_BYTES
 from echelon.backends.formats import message_layout
 from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
-from echelon.backends.memory import type_of
+from echelon.backends.formats.wire import DTYPES
+from echelon.backends.memory import dtype_of, type_of
 from echelon.errors import ProtocolError
 
 RING = 1024
@@ -147,6 +148,14 @@ def test_other_tensors_go_the_long_way(other):
     assert core.receive(receive, out) == Code.DONE
     assert out.tolist() == [1.0, 2.0]
     assert core.receive(receive, out) == Code.WAITING
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.skipif(bool(OBSTACLE), reason="dtypes are compared by the native library")
+def test_no_two_dtypes_are_the_same_to_the_library():
+    codes = [type_of(dtype_of(code)) for code, (name, _) in enumerate(DTYPES) if hasattr(torch, name)]
+    known = [code for code in codes if code]
+    assert len(set(known)) == len(known) > 12
 
 
 def test_pieces_go_where_others_were_drained_and_else_one_behind_the_other():
