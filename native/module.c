@@ -7,12 +7,13 @@
 #include <stdbool.h>
 
 #include "board.h"
+#include "module.h"
 #include "python.h"
 #include "shared.h"
 #include "tensor.h"
 
 /* Raised with each change of a function's arguments or of a struct: echelon._native refuses another one. */
-enum { VERSION = 2, MAX_PARTS = 1024 };
+enum { VERSION = 3, MAX_PARTS = 1024 };
 /* From here on other threads may run meanwhile. */
 enum { LONG_COPY = 256 << 10 };
 
@@ -21,7 +22,7 @@ void *(*copy_bytes)(void *to, const void *from, size_t num_bytes);
 #endif
 static void *(*move)(void *to, const void *from, size_t num_bytes);
 
-static bool read_numbers(PyObject *const *arguments, Py_ssize_t count, uint64_t *numbers) {
+bool read_numbers(PyObject *const *arguments, Py_ssize_t count, uint64_t *numbers) {
     for (Py_ssize_t i = 0; i < count; i++) {
         numbers[i] = PyLong_AsUnsignedLongLong(arguments[i]);
         if (numbers[i] == UINT64_MAX && PyErr_Occurred())
@@ -30,13 +31,13 @@ static bool read_numbers(PyObject *const *arguments, Py_ssize_t count, uint64_t 
     return true;
 }
 
-static PyObject *wrong_call(void) {
+PyObject *wrong_call(void) {
     if (!PyErr_Occurred())
         PyErr_SetString(PyExc_TypeError, "wrong number of arguments for the native library");
     return NULL;
 }
 
-static PyObject *nothing(void) { return PyBool_FromLong(1); }
+PyObject *nothing(void) { return PyBool_FromLong(1); }
 
 /* Words: a sequence of 64-bit numbers in shared memory, each loaded by acquire and stored by release. */
 
@@ -227,7 +228,7 @@ static PyObject *call_all_reduce(PyObject *self, PyObject *const *arguments, Py_
  * A target of None: this rank reduces nothing. */
 static PyObject *call_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     uint64_t op, shown, begin;
-    struct view view, target = {NULL, 0, 0, 0};
+    struct view view, target = {0};
     combine_function combine;
     (void)self;
     if (count != 8 || !read_numbers(arguments + 3, 1, &op) || !read_numbers(arguments + 4, 1, &shown) ||
@@ -325,6 +326,7 @@ __attribute__((visibility("default"))) PyMethodDef echelon_methods[] = {
     {"wait_for_mark", call_wait_for_mark, METH_FASTCALL, NULL},
     {"go_on", call_go_on, METH_FASTCALL, NULL},
     {"tick", call_tick, METH_FASTCALL, NULL},
+    MESSAGE_METHODS,
     {NULL, NULL, 0, NULL},
 };
 

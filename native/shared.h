@@ -9,6 +9,7 @@
  *   GET, PUT         a copy out of shared memory, or into it
  *   READS, WRITES    announce that code which knows no shared memory reads or writes there
  *   SLEEP, WAKE      futex on the low half of a word; a sleep may end early without a reason
+ *   RING             wake-up of a rank that sleeps on its files: eventfd
  *   PAUSE, YIELD     within a loop that waits
  *   LET_GO, TAKE     the interpreter's lock */
 
@@ -25,7 +26,7 @@
 
 #ifdef ECHELON_EXPLORE
 
-enum { LOADS, STORES, FENCES, READS_BYTES, WRITES_BYTES, SLEEPS, WAKES, YIELDS };
+enum { LOADS, STORES, FENCES, READS_BYTES, WRITES_BYTES, SLEEPS, WAKES, YIELDS, RINGS };
 extern uint64_t (*explore)(int what, uint64_t address, uint64_t value, int order);
 void explored_copy(void *to, const void *from, size_t num_bytes);
 
@@ -38,6 +39,7 @@ void explored_copy(void *to, const void *from, size_t num_bytes);
 #define PUT(to, from, num_bytes) (WRITES(to, num_bytes), explored_copy(to, from, num_bytes))
 #define SLEEP(word, value) ((void)explore(SLEEPS, (uint64_t)(word), (uint64_t)(value), 0))
 #define WAKE(word) ((void)explore(WAKES, (uint64_t)(word), 0, 0))
+#define RING(fd) ((void)explore(RINGS, (uint64_t)(fd), 0, 0))
 #define PAUSE() ((void)0)
 #define YIELD() ((void)explore(YIELDS, 0, 0, 0))
 /* The functions of the test are Python. */
@@ -52,6 +54,7 @@ void explored_copy(void *to, const void *from, size_t num_bytes);
 
 void sleep_on(const uint64_t *word, uint64_t value);
 void wake_all(const uint64_t *word);
+void ring_eventfd(uint64_t fd);
 /* memmove of the C library: a compiler may bring a memcpy of its own, which never writes past the caches. */
 extern void *(*copy_bytes)(void *to, const void *from, size_t num_bytes);
 
@@ -64,6 +67,7 @@ extern void *(*copy_bytes)(void *to, const void *from, size_t num_bytes);
 #define PUT(to, from, num_bytes) ((void)copy_bytes(to, from, num_bytes))
 #define SLEEP(word, value) sleep_on(word, value)
 #define WAKE(word) wake_all(word)
+#define RING(fd) ring_eventfd(fd)
 #define YIELD() ((void)sched_yield())
 #define LET_GO() PyEval_SaveThread()
 #define TAKE(state) PyEval_RestoreThread(state)

@@ -25,7 +25,7 @@ struct dl_exchange {
 enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4 };
 
 static const struct dl_exchange *exchange;
-static PyObject *classes[2];
+static PyObject *classes[2], *is_neg;
 
 bool open_exchange(PyObject *capsule, PyObject *tensor_class, PyObject *parameter_class) {
     const struct dl_exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -42,7 +42,8 @@ bool open_exchange(PyObject *capsule, PyObject *tensor_class, PyObject *paramete
     Py_IncRef(capsule);
     Py_IncRef(tensor_class);
     Py_IncRef(parameter_class);
-    return true;
+    is_neg = PyObject_GetAttrString(tensor_class, "is_neg");
+    return is_neg != NULL;
 }
 
 static int dtype_of(const struct dl_tensor *tensor) {
@@ -82,5 +83,19 @@ bool view_of(PyObject *object, struct view *view) {
     view->count = count;
     view->dtype = dtype_of(&tensor);
     view->num_bytes = count * tensor.type_lanes * tensor.type_bits / 8;
+    view->type = tensor.type_lanes == 1 ? (uint64_t)tensor.type_code << 8 | tensor.type_bits : 0;
+    view->num_dims = (uint64_t)tensor.ndim;
+    view->shape = tensor.shape;
     return true;
+}
+
+/* torch has no other way: DLPack does not see the bit, and tensors of torch._neg_view have any strides. */
+bool is_negative(PyObject *tensor) {
+    PyObject *found = PyObject_CallFunctionObjArgs(is_neg, tensor, NULL);
+    bool answer = !found || PyObject_IsTrue(found);
+    if (found)
+        Py_DecRef(found);
+    else
+        PyErr_Clear();
+    return answer;
 }

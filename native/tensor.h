@@ -13,6 +13,9 @@ struct view {
     int64_t count;
     int dtype; /* of combine.h; -1 for others */
     int64_t num_bytes;
+    uint64_t type; /* DLPack's code and number of bits; 0 for vectors of several lanes */
+    uint64_t num_dims;
+    const int64_t *shape; /* valid as long as the tensor keeps it */
 };
 
 /* Takes a capsule "dlpack_exchange_api" and the classes of ordinary tensors. False if this DLPack is another one. */
@@ -20,5 +23,8 @@ bool open_exchange(PyObject *capsule, PyObject *tensor_class, PyObject *paramete
 
 /* False unless the object is a dense, contiguous CPU tensor of torch's own class. Lazy negatives are not seen. */
 bool view_of(PyObject *object, struct view *view);
+
+/* Whether a tensor's values are those of its memory times -1. */
+bool is_negative(PyObject *tensor);
 
 #endif

@@ -16,4 +16,7 @@ struct waiter {
 
 bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps);
 
+/* Nanoseconds of a clock that never goes back. */
+uint64_t now(void);
+
 #endif

@@ -8,6 +8,7 @@ import pytest
 
 import echelon
 from echelon.testing import RankPool
+from tests.helpers.native_explorer import compile_explored
 
 os.environ["ECHELON_TUNED"] = "off"  # what `echelon tune` may have written here does not matter to tests
 
@@ -17,6 +18,12 @@ def pool():
     """Real processes as ranks, kept over the whole session."""
     with RankPool() as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def explored(tmp_path_factory):
+    """The native library, compiled with a call of the test at each access to shared memory."""
+    return compile_explored(tmp_path_factory.mktemp("explored"))
 
 
 def runner(request, backend):

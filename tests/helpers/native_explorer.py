@@ -26,11 +26,11 @@ from echelon.backends.shared.memory import segment
 from echelon.backends.shared.memory.segment import Segment
 from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.backends.work import Work
-from tests.helpers.shared_memory_host import Host
+from tests.helpers.task_host import Host
 
 FOLDER = Path(__file__).parents[2] / "native"
 BUILD = runpy.run_path(str(FOLDER / "build.py"))
-LOADS, STORES, FENCES, READS, WRITES, SLEEPS, WAKES, YIELDS = range(8)
+LOADS, STORES, FENCES, READS, WRITES, SLEEPS, WAKES, YIELDS, RINGS = range(9)
 MARK = 100
 ACQUIRE, RELEASE = 2, 3
 _CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
@@ -79,6 +79,7 @@ class Explorer:
         """Function that draws how many of so many older stores a load goes back."""
         self._clocks = [[0] * num_ranks for _ in range(num_ranks)]
         self._fenced = [0] * num_ranks
+        self._rung = [0] * num_ranks
         self._stores = {}
         """Of each word: value, rank, that rank's time, and the clock that a release carries."""
         self._seen = [{} for _ in range(num_ranks)]
@@ -99,20 +100,34 @@ class Explorer:
             self.marks.add(what)
             return 0
         if not self.host.is_running or self.error is not None:
-            return (
-                self._names.from_address(address).value if what == LOADS else self._store_plainly(what, address, value)
-            )
+            return self._plainly(what, address, value)
         try:
             self.host.point()
             return self._access(self.host.scheduler.current().rank, what, address, value, order)
         except BaseException as error:
             self.error = self.error or error
-            return 0
+            return self._plainly(what, address, value)
 
-    def _store_plainly(self, what, address, value):
+    def _plainly(self, what, address, value):
+        if what == LOADS:
+            return self._names.from_address(address).value
         if what == STORES:
             self._names.from_address(address).value = value
         return 0
+
+    def relaxed(self, address):
+        """Loads a word for Python, which reads it without the library."""
+        return self.access(LOADS, address, 0, 0)
+
+    def reads(self, address, num_bytes):
+        """Python reads data without the library."""
+        self.access(READS, address, num_bytes, 0)
+        self.check()
+
+    def hear(self):
+        """An eventfd has told the running rank something: it knows what the ranks knew that rang."""
+        if self.host.is_running:
+            self._join(self.host.scheduler.current().rank, self._rung)
 
     def _access(self, rank, what, address, value, order):
         clock = self._clocks[rank]
@@ -130,6 +145,9 @@ class Explorer:
             self._touch(rank, address, value, what == WRITES)
         elif what == SLEEPS:
             self._sleep(rank, address, value)
+        elif what == RINGS:
+            self._rung = list(map(max, self._rung, clock))
+            self.host.eventfd_write(address, 1)
         elif what == WAKES:
             self._woken[address] = list(clock)
             for sleeper, work in self._sleepers.pop(address, ()):
@@ -194,7 +212,7 @@ class Explorer:
         self._sleepers.clear()
 
     def check(self):
-        """Raises what went wrong in an access of the running rank."""
+        """Raises what went wrong in an access of the running rank, or that the play has ended."""
         if self.error is not None:
             raise self.error
 

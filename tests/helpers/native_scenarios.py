@@ -9,7 +9,7 @@ from echelon.backends.shared.collectives import exchange
 from echelon.errors import CollectiveMismatch
 from tests.helpers.collective_calls import call_of
 from tests.helpers.native_explorer import GaveUp, Race, boards
-from tests.helpers.shared_memory_host import Chance, Stuck
+from tests.helpers.task_host import Chance, Stuck
 
 SUM = 0
 WRONG = (Race, Stuck, AssertionError)

@@ -1,8 +1,9 @@
 """Two ranks of one host whose threads are tasks of the simulation's scheduler: one runs at a time, in any order wanted.
 
-The ranks are the real ones from `TcpBackend` down to the words in a real segment, their threads in the background
-included. What is replaced is what could let a thread run by itself: locks, conditions, threads, epolls, eventfds, the
-clock. At each of them, and at each word that is stored or loaded, another task may have its turn. Whoever sleeps does
+The ranks are the real ones from `TcpBackend` down to the native library's C and the words in a real segment, their
+threads in the background included. What is replaced is what could let a thread run by itself: locks, conditions,
+threads, epolls, eventfds, the clock. At each of them, and at each word that is stored or loaded, another task may have
+its turn. Words and data are those of C11's memory model, see `native_explorer`. Whoever sleeps does
 so until it is woken: no time limit comes to the rescue, so a wake-up that is missed is a deadlock.
 """
 
@@ -11,9 +12,7 @@ import copy
 import functools
 import itertools
 import logging
-import math
 import os
-import random
 import select
 import threading
 import types
@@ -25,14 +24,14 @@ from echelon.backends.connect.rendezvous import World
 from echelon.backends.formats import message_layout
 from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.backends.formats.wire import Tag
+from echelon.backends.shared.memory import segment as segment_module
 from echelon.backends.shared.memory.segment import Segment
 from echelon.backends.shared.messages import message_region, receiver, sender
 from echelon.backends.tcp import backend as tcp_backend
 from echelon.backends.tcp import poller, progress, reader
 from echelon.backends.tcp.link import Link
 from echelon.backends.work import Work
-from echelon.simulation.process.random_state import on_one_core
-from echelon.simulation.scheduler import Ended, Scheduler
+from tests.helpers.native_explorer import Explorer, library
 
 SIZES = message_layout.Sizes(ring_bytes=1024, inline_bytes=64, piece_bytes=128, whole_bytes=512, circle_bytes=256)
 ONE_SLOT = SIZES._replace(circle_bytes=SIZES.piece_bytes)
@@ -44,124 +43,6 @@ MAX_LENT_BYTES = 160
 MOST_AT_ONCE = 3
 """How much is taken in before others are looked at."""
 FOR_EVER = 1e9
-
-
-class Stuck(Exception):
-    """All ranks sleep, and nobody will wake one."""
-
-
-class Chance:
-    """Tasks are interrupted where chance has it, and any other goes on."""
-
-    def __init__(self, seed):
-        chance = random.Random(f"order {seed}")
-        self.draw = chance.random
-        self._restless = chance.choice((0.01, 0.03, 0.1, 0.3))
-        self._random = chance.random
-
-    def interrupts(self):
-        return self._random() < self._restless
-
-
-class Interruptions:
-    """Tasks are interrupted at the points given, and the one that has waited longest goes on."""
-
-    def __init__(self, at):
-        self.draw = itertools.count().__next__
-        self._at = frozenset(at)
-        self.num_points = 0
-
-    def interrupts(self):
-        self.num_points += 1
-        return self.num_points in self._at
-
-
-class Host:
-    """What the two ranks share: one task at a time runs, and the order says which."""
-
-    def __init__(self, order):
-        self.order = order
-        self.scheduler = Scheduler(order.draw)
-        self.scheduler.on_stuck = self._explain
-        self.is_running = False
-        self.num_sleeps = 0
-        self.rank = 0
-        """For which a thread is started."""
-        self._num_programs = 0
-        self._fds = itertools.count(1 << 20)
-        self.rings = {}
-        """Of each eventfd, how often it was written since it was read."""
-        self.epolls = []
-
-    def point(self):
-        """Called where others may come in between."""
-        if self.is_running and not self.scheduler.is_ending and self.order.interrupts():
-            self.scheduler.sleep(0.0)
-
-    def wait(self, work):
-        """Has the running task sleep until a Work is completed, however long that takes."""
-        if not work.has_ended:
-            self.scheduler.wait(work, math.inf, True)
-
-    def compute(self):
-        """Has the running task do nothing until all others sleep."""
-        self.scheduler.sleep(1.0)
-
-    def give_way(self):
-        """Lets another task go first."""
-        self.scheduler.sleep(0.0)
-
-    def add(self, rank, program, number=0):
-        """Adds a program; the ranks end when all programs have."""
-        self._num_programs += 1
-        self.add_thread(rank, lambda: self._run(program), number)
-
-    def add_thread(self, rank, function, number):
-        self.scheduler.add(rank, lambda: self._try(function), number)
-
-    def _try(self, function):
-        try:
-            function()
-        except Ended:
-            raise
-        except BaseException as error:
-            self.scheduler.fail(error)
-
-    def _run(self, program):
-        program()
-        self._num_programs -= 1
-        if not self._num_programs:
-            self.scheduler.is_ending = True
-            self.scheduler.cancel()
-
-    def run(self):
-        self.is_running = True
-        with on_one_core():
-            self.scheduler.run()
-        self.is_running = False
-        error = self.scheduler.error
-        self.scheduler.forget()
-        if error is not None:
-            raise error
-
-    def _explain(self, tasks):
-        return Stuck("; ".join(f"rank {task.rank}, thread {task.number}: {task.awaits.description}" for task in tasks))
-
-    def eventfd(self, *_):
-        fd = next(self._fds)
-        self.rings[fd] = 0
-        return fd
-
-    def eventfd_write(self, fd, value):
-        self.point()
-        self.rings[fd] += value
-        for each in self.epolls:
-            each.on_ring(fd)
-        self.point()
-
-    def eventfd_read(self, fd):
-        assert self.rings[fd], "this would raise BlockingIOError"
-        self.rings[fd] = 0
 
 
 class Lock:
@@ -225,8 +106,9 @@ class Condition:
 class Epoll:
     """Knows eventfds; other files have nothing to say here."""
 
-    def __init__(self, host):
-        self._host = host
+    def __init__(self, explorer):
+        self._explorer = explorer
+        self._host = host = explorer.host
         self._masks = {}
         self._edges = set()
         self._sleepers = []
@@ -255,6 +137,8 @@ class Epoll:
             self._host.wait(self._sleepers[-1])
         events = [(fd, select.EPOLLIN) for fd in self._ready()]
         self._edges.clear()
+        if events:
+            self._explorer.hear()
         return events
 
     def _ready(self):
@@ -290,51 +174,46 @@ class Socket:
         pass
 
 
-class Words:
-    """Words of shared memory at each of which others may come in between."""
+class Memory:
+    """Bytes of a region. Counters are read word by word as the memory model allows, and others may come in between."""
 
-    def __init__(self, words, point):
-        self._words = words
-        self._point = point
-
-    def __getitem__(self, index):
-        self._point()
-        return self._words[index]
-
-    def __setitem__(self, index, value):
-        self._point()
-        self._words[index] = value
-        self._point()
-
-
-class Memory(Words):
-    """The same for the bytes of a region. Of more than one word, the words may be of different times."""
+    def __init__(self, memory, address, num_bytes, explorer):
+        self._memory = memory
+        self._address = address
+        self._counters = num_bytes
+        self._explorer = explorer
 
     def __getitem__(self, index):
-        self._point()
-        size = index.stop - index.start
-        if size > message_layout.WORDS_BYTES:
-            return self._words[index]
-        return b"".join(self._word(at) for at in range(index.start, index.stop, 8))[:size]
+        if index.stop > self._counters:
+            self._explorer.reads(self._address + index.start, index.stop - index.start)
+            return self._memory[index]
+        words = (self._explorer.relaxed(self._address + at) for at in range(index.start, index.stop, 8))
+        return b"".join(word.to_bytes(8, "little") for word in words)
 
-    def _word(self, at):
-        return self._words[at : at + 8]
+
+class OneMapping(Segment):
+    """Segment whose parts all ranks map at the same addresses, by which the memory model knows a word."""
+
+    def __init__(self, fd, num_ranks, number, mapped):
+        super().__init__(fd, num_ranks, number)
+        self._mapped = mapped
+
+    def map(self, offset, num_bytes):
+        if offset not in self._mapped:
+            self._mapped[offset] = super().map(offset, num_bytes)
+        return self._mapped[offset]
 
 
 class SimulatedPost(message_region.MessageRegion):
-    """The real one, with a point at each word."""
+    """The real one, whose counters are read under the memory model."""
 
-    def __init__(self, segment, number, doorbells, sizes, host):
+    def __init__(self, segment, number, doorbells, sizes, explorer):
         super().__init__(segment, number, doorbells, sizes)
-        self._host = host
-        self.words = Words(self.words, host.point)
+        real = self.region
+        size = message_region._words_bytes(self.num_ranks)
         self.region = types.SimpleNamespace(
-            memory=Memory(self.region.memory, host.point), data=self.region.data, address=self.region.address
+            memory=Memory(real.memory, real.address, size, explorer), data=real.data, address=real.address
         )
-
-    def map_arena(self, writer, reader):
-        window, words = super().map_arena(writer, reader)
-        return message_region.ArenaWindow(window, Words(words, self._host.point))
 
 
 class _Stub:
@@ -348,15 +227,28 @@ class _Stub:
         return getattr(self._module, name)
 
 
-class _NoLock:
-    def acquire(self):
-        return True
-
-
 @contextlib.contextmanager
-def two_ranks(order, *, max_unclaimed_bytes=1 << 30, max_lent_bytes=MAX_LENT_BYTES, sizes=SIZES, has_cores=False):
-    """Gives a host and the backends of two ranks on it; `host.add` and `host.run` then run programs on them."""
-    host = Host(order)
+def two_ranks(
+    path,
+    order,
+    *,
+    stale=lambda _: 0,
+    max_unclaimed_bytes=1 << 30,
+    max_lent_bytes=MAX_LENT_BYTES,
+    sizes=SIZES,
+    has_cores=False,
+):
+    """Gives an explorer and the backends of two ranks on its host, whose `add` and `run` then run programs on them.
+
+    Args:
+        path: of the native library, compiled for exploration.
+        order: says whose turn it is.
+        stale: as in `Explorer`.
+    """
+    explorer = Explorer(order, 2, stale)
+    host, explored = explorer.host, library(path)
+    explored.use(explorer.access)
+    core = _checked(explored.core, explorer)
     ticks = itertools.count()
     clock = _Stub(None, monotonic=lambda: next(ticks) * 1e-3)
     system = _Stub(
@@ -370,7 +262,7 @@ def two_ranks(order, *, max_unclaimed_bytes=1 << 30, max_lent_bytes=MAX_LENT_BYT
     names = [
         (poller, "os", system),
         (poller, "time", clock),
-        (poller, "select", _Stub(select, epoll=lambda: Epoll(host))),
+        (poller, "select", _Stub(select, epoll=lambda: Epoll(explorer))),
         (poller, "_LOOKS", 2),
         (reader, "_MOST_AT_ONCE", MOST_AT_ONCE),
         (progress, "time", clock),
@@ -385,28 +277,43 @@ def two_ranks(order, *, max_unclaimed_bytes=1 << 30, max_lent_bytes=MAX_LENT_BYT
             ),
         ),
         (message_region, "os", system),
-        (message_region, "threading", _Stub(threading, Lock=_NoLock, RLock=lambda: Lock(host))),
+        *((module, "core", core) for module in (message_region, receiver, segment_module, sender)),
         (receiver, "_MAX_LENT_BYTES", max_lent_bytes),
     ]
     logging.getLogger("echelon").addFilter(_nothing_said)
     before = [(module, name, getattr(module, name)) for module, name, _ in names]
     first = Segment.create(2)
-    segments = [first, Segment(os.dup(first.fd), 2, 1)]
+    mapped = {}
+    segments = [OneMapping(os.dup(first.fd), 2, number, mapped) for number in range(2)]
     try:
         for module, name, value in names:
             setattr(module, name, value)
         doorbells = [host.eventfd() for _ in range(2)]
-        posts = [SimulatedPost(segment, number, doorbells, sizes, host) for number, segment in enumerate(segments)]
+        posts = [SimulatedPost(segment, number, doorbells, sizes, explorer) for number, segment in enumerate(segments)]
         backends = [_backend(host, at, max_unclaimed_bytes, has_cores) for at in posts]
         for backend in backends:
             tcp_backend._open_backends.discard(backend)  # a forked child would close its files, which are not there
-        yield host, backends
+        yield explorer, backends
     finally:
         logging.getLogger("echelon").removeFilter(_nothing_said)
         for module, name, value in before:
             setattr(module, name, value)
-        for segment in segments:
+        for segment in (first, *segments):
             segment.close()
+
+
+def _checked(core, explorer):
+    """Returns the functions of a library, so that each raises what went wrong in one of its accesses."""
+
+    def checked(function):
+        def call(*arguments):
+            result = function(*arguments)
+            explorer.check()
+            return result
+
+        return call
+
+    return types.SimpleNamespace(**{name: checked(function) for name, function in vars(core).items()})
 
 
 def _nothing_said(_):

@@ -7,7 +7,9 @@ from collections import deque
 import torch
 
 from echelon.backends.work import Work
-from tests.helpers.shared_memory_host import NUM_PARTS, ONE_SLOT, Interruptions, tag, two_ranks, values
+from echelon.simulation.scheduler import Ended
+from tests.helpers.shared_memory_host import NUM_PARTS, ONE_SLOT, tag, two_ranks, values
+from tests.helpers.task_host import Interruptions
 
 LENGTHS = (0, 1, 16, 17, 40, 128, 129, 400)
 """Numbers of float32: within a record, of one piece, of some, in a circle."""
@@ -376,6 +378,7 @@ ALL = {
     "both ways": (both_ways, {}),
     "both ways, with cores": (both_ways, {"has_cores": True}),
     "stream": (stream, {}),
+    "stream, with cores": (stream, {"has_cores": True}),
     "two threads each": (two_threads_each, {}),
     "while both compute": (while_both_compute, {}),
     "replies": (replies, {}),
@@ -391,18 +394,28 @@ ALL = {
 }
 
 
-def play(name, order, seed):
-    """Plays a scenario; returns how often ranks slept."""
+def play(path, name, order, seed):
+    """Plays a scenario, with loads that are stale by chance. Returns the explorer."""
     scenario, settings = ALL[name]
-    with two_ranks(order, **settings) as (host, backends):
-        scenario(host, backends, seed)
-        host.run()
-    return host.num_sleeps
+    chance = random.Random(f"stale {seed}")
+    staleness = chance.choice((0.0, 0.2, 0.7))
+
+    def stale(count):
+        return chance.randrange(count) if count > 1 and chance.random() < staleness else 0
+
+    with two_ranks(path, order, stale=stale, **settings) as (explorer, backends):
+        scenario(explorer.host, backends, seed)
+        try:
+            explorer.host.run()
+        finally:
+            if not isinstance(explorer.error, Ended):  # of a thread in the background that was still in the library
+                explorer.check()
+    return explorer
 
 
-def num_points(name, seed):
+def num_points(path, name, seed):
     """Returns at how many points threads can be stopped in a scenario. It is deterministic up to the first of them."""
     order = Interruptions(())
     with contextlib.suppress(Exception):  # what goes wrong without being stopped goes wrong soon
-        play(name, order, seed)
+        play(path, name, order, seed)
     return order.num_points

@@ -10,17 +10,13 @@ from typing import NamedTuple
 import pytest
 
 from echelon.errors import EchelonError
-from tests.helpers import native_explorer, native_scenarios
+from tests.helpers import native_explorer, native_scenarios, shared_memory_scenarios
 from tests.helpers.native_explorer import FOLDER, MARK, compile_explored
-from tests.helpers.shared_memory_host import Interruptions
+from tests.helpers.task_host import Chance, Interruptions
 
 SEEDS = range(60)
 _MOST_SEEDS = 400
-
-
-@pytest.fixture(scope="module")
-def explored(tmp_path_factory):
-    return compile_explored(tmp_path_factory.mktemp("explored"))
+_OF_MESSAGES = "m: "
 
 
 @pytest.mark.parametrize("name", native_scenarios.ALL)
@@ -56,7 +52,7 @@ def test_every_function_of_the_protocol_is_explored(tmp_path):
         names.append(match[1])
         return f"{match[0]}\n    explore({MARK + len(names) - 1}, 0, 0, 0);"
 
-    for file in ("board.c", "waiting.c"):
+    for file in ("board.c", "waiting.c", "messages.c"):
         text = (folder / file).read_text()
         begin = text.index("#endif\n") if file == "waiting.c" else 0
         marked = re.sub(r"^\w[^\n;]*?(\w+)\([^;{]*\) \{$", mark, text[begin:], flags=re.MULTILINE)
@@ -66,7 +62,10 @@ def test_every_function_of_the_protocol_is_explored(tmp_path):
     for name in native_scenarios.ALL:
         for seed in range(30):
             seen |= native_scenarios.play(path, name, seed).marks
-    assert len(names) > 15
+    for name in ("stream, with cores", "flood", "long notes"):
+        for seed in range(10):
+            seen |= shared_memory_scenarios.play(path, name, Chance(seed), seed).marks
+    assert len(names) > 25
     assert [name for number, name in enumerate(names) if MARK + number not in seen] == []
 
 
@@ -89,6 +88,13 @@ _FENCED_SLEEP = "STORE(asleep, 1, RELAXED);\n        FENCE();\n"
 _PUBLISHED = "PUT(part_of(board, board->rank) + board->result[board->number], board->target, board->num_bytes);"
 _RESULT_MARK = "STORE(word_of(board, board->rank, board->result_mark[board->number]), board->mark_now, RELEASE);"
 _PEER_ASLEEP = "if (peer != board->rank && LOAD(word_of(board, peer, board->asleep), RELAXED))"
+_RECORDS = "    STORE(outlet->records_word, outlet->records, RELEASE);\n"
+_WAKE = "    if (!part_bytes) /* else the first piece follows, and rings */\n        wake(outlet->bell);\n"
+_PAYLOAD = "        PUT(record + payload_at(head_bytes), payload, num_bytes);\n"
+_HEADER = "    PUT(record + PREFIX_BYTES, head, head_bytes);\n"
+_PREFIX = "    PUT(record, &prefix, PREFIX_BYTES);\n"
+_TAKEN = "    STORE(inlet->taken_word, inlet->taken, RELEASE);\n"
+_ASLEEP = "    uint64_t sleep = LOAD(bell->asleep, RELAXED);\n"
 _NOTE = "PUT(own + board->note[number], text, text_bytes);"
 
 MUTATIONS = [
@@ -268,6 +274,106 @@ MUTATIONS = [
         "board->act = MEETS_ONLY;\n",
         "broadcasts",
     ),
+    # messages: memory order
+    Mutation(
+        "a record's counter stored relaxed", "messages.c", _RECORDS, _RECORDS.replace("RELEASE", "RELAXED"), "m: stream"
+    ),
+    Mutation(
+        "a record's counter loaded relaxed",
+        "messages.c",
+        "LOAD(inlet->records_word, ACQUIRE)",
+        "LOAD(inlet->records_word, RELAXED)",
+        "m: stream",
+    ),
+    Mutation("room told by a relaxed store", "messages.c", _TAKEN, _TAKEN.replace("RELEASE", "RELAXED"), "m: flood"),
+    Mutation(
+        "room seen by a relaxed load",
+        "messages.c",
+        "LOAD(outlet->taken_word, ACQUIRE)",
+        "LOAD(outlet->taken_word, RELAXED)",
+        "m: flood",
+    ),
+    Mutation("no fence before the look for a sleeper", "messages.c", f"    FENCE();\n{_ASLEEP}", _ASLEEP, "m: stream"),
+    Mutation(
+        "no fence before the look for who waits for answers",
+        "messages.c",
+        "    FENCE();\n    /* Most answers",
+        "    /* Most answers",
+        "m: long notes",
+    ),
+    # messages: the order of steps, and what is left out
+    Mutation(
+        "a record counted before its prefix",
+        "messages.c",
+        _PREFIX,
+        "    STORE(outlet->records_word, outlet->records + skip + size, RELEASE);\n" + _PREFIX,
+        "m: stream",
+    ),
+    Mutation(
+        "a record counted before its header",
+        "messages.c",
+        _HEADER,
+        "    STORE(outlet->records_word, outlet->records + skip + size, RELEASE);\n" + _HEADER,
+        "m: stream",
+    ),
+    Mutation(
+        "a record counted before its payload",
+        "messages.c",
+        f"    if (!part_bytes && num_bytes)\n{_PAYLOAD}",
+        "",
+        "m: stream",
+        _RECORDS,
+        f"{_RECORDS}    if (!part_bytes && num_bytes)\n{_PAYLOAD}",
+    ),
+    Mutation(
+        "the end of the ring skipped after the count",
+        "messages.c",
+        "        PUT(outlet->ring + at, &skipped, PREFIX_BYTES);\n",
+        "        STORE(outlet->records_word, outlet->records + skip, RELEASE);\n"
+        "        PUT(outlet->ring + at, &skipped, PREFIX_BYTES);\n",
+        "m: flood",
+    ),
+    Mutation("no bell for a record", "messages.c", _WAKE, "", "m: stream"),
+    Mutation("the bell rung before the count", "messages.c", _RECORDS + _WAKE, _WAKE + _RECORDS, "m: stream"),
+    Mutation("a sleep taken for the one before", "messages.c", "sleep != bell->rung", "!bell->rung", "m: stream"),
+    Mutation("a sleeper not looked for", "messages.c", "sleep & 1 &&", "0 &&", "m: stream"),
+    Mutation(
+        "a record where others are that were not taken",
+        "messages.c",
+        "outlet->taken = LOAD(outlet->taken_word, ACQUIRE);",
+        "outlet->taken = LOAD(outlet->taken_word, ACQUIRE) + 256;",
+        "m: flood",
+    ),
+    Mutation(
+        "a record beyond the end of the ring",
+        "messages.c",
+        "at + size > outlet->ring_bytes ?",
+        "at >= outlet->ring_bytes ?",
+        "m: flood",
+    ),
+    Mutation(
+        "a record taken out of the ring before it was received at once",
+        "messages.c",
+        "    if (message->num_bytes)\n        GET(",
+        "    STORE(inlet->taken_word, inlet->taken + inlet->record_bytes, RELEASE);\n"
+        "    if (message->num_bytes)\n        GET(",
+        "m: flood",
+    ),
+    Mutation(
+        "a header that is not compared",
+        "messages.c",
+        "if (memcmp(head, head_of(message), message->head_bytes))",
+        "if (0)",
+        "m: unclaimed",
+    ),
+    Mutation("no bell for room in the ring", "messages.c", f"{_TAKEN}    answer(inlet);\n", _TAKEN, "m: long notes"),
+    Mutation(
+        "the bell for room in the ring rung before it is told",
+        "messages.c",
+        f"{_TAKEN}    answer(inlet);\n",
+        f"    answer(inlet);\n{_TAKEN}",
+        "m: long notes",
+    ),
 ]
 
 
@@ -287,7 +393,10 @@ def test_each_mutation_is_found(mutation, tmp_path):
 def fails(path, scenario, seed):
     """Says whether ranks sleep for ever, race, or get other values. Any other error is one of the test."""
     try:
-        native_scenarios.play(path, scenario, seed)
+        if scenario.startswith(_OF_MESSAGES):
+            shared_memory_scenarios.play(path, scenario.removeprefix(_OF_MESSAGES), Chance(seed), seed)
+        else:
+            native_scenarios.play(path, scenario, seed)
     except (native_explorer.Race, *native_scenarios.WRONG, EchelonError):
         return True
     return False

@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 VARIABLE = "ECHELON_NATIVE"
 """Environment variable that turns the library off if it is "0"."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
-_VERSION = 2
+_VERSION = 3
 # In a folder of its own: beside modules it would look like one.
 _PATH = Path(__file__).with_name("library") / f"core-{platform.machine()}.so"
 
@@ -40,7 +41,7 @@ class Words(Protocol):
 
 
 class Code:
-    """Results of the board's functions."""
+    """Results of the functions of the board and of messages, which have their own words at their declarations."""
 
     DONE = 0
     WAITING = 1
@@ -100,6 +101,65 @@ class Board(ctypes.Structure):
         mark_now: int
         peer: int
         level: int
+
+
+class Bell(ctypes.Structure):
+    """`struct bell`: wake-up of another rank. Its last field belongs to Python, which sets it to `NO_FD` at the end."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("asleep", "rung", "fd"))
+    if TYPE_CHECKING:
+        asleep: int
+        rung: int
+        fd: int
+
+
+class Outlet(ctypes.Structure):
+    """`struct outlet`: writing end of a ring."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in ("ring", "ring_bytes", "records_word", "taken_word", "bell", "records", "taken")
+    )
+    if TYPE_CHECKING:
+        records: int
+
+
+class Inlet(ctypes.Structure):
+    """`struct inlet`: reading end of a ring, and the record that `find` found in it."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("ring", "ring_bytes", "records_word", "taken_word", "waiting_word")),
+        *((name, ctypes.c_uint64) for name in ("bell", "most_head_bytes", "taken", "told", "available")),
+        *((name, ctypes.c_uint64) for name in ("head", "head_bytes", "payload", "record_bytes", "part", "part_bytes")),
+    )
+    if TYPE_CHECKING:
+        taken: int
+        available: int
+        head: int
+        head_bytes: int
+        payload: int
+        record_bytes: int
+        part: int
+        part_bytes: int
+
+
+PREFIX_BYTES = 24
+"""Length of a record before its header."""
+NO_FD = (1 << 64) - 1
+"""In place of an eventfd that is closed."""
+
+
+def message(end: int, head: bytes, num_bytes: int, dtype: int, shape: Sequence[int]) -> bytes:
+    """Returns a `struct message` for `send` and `receive`: messages with equal headers.
+
+    Args:
+        end: address of the `Outlet` or `Inlet`.
+        head: the header.
+        num_bytes: of the payload.
+        dtype: of the tensors, as `type_of` tells it.
+        shape: of the tensors.
+    """
+    return struct.pack(f"<5Q{len(shape)}q", end, len(head), num_bytes, dtype, len(shape), *shape) + head
 
 
 class _Method(ctypes.Structure):

@@ -56,12 +56,11 @@ def wraps_new_tensors() -> bool:
     return peek_interpreter_stack() is not None or is_faking()
 
 
-def storage_users(tensor: torch.Tensor) -> int:
-    """Returns the number of owners of a tensor's memory: tensors, this one included, and others.
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Returns the number of owners of a storage beside this object: tensors, their views, graphs that saved one.
 
     torch has no public way: views of views and tensors saved by autograd own the memory without the original tensor.
     """
-    storage = tensor.untyped_storage()  # counts itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 

@@ -7,9 +7,9 @@ import math
 
 import torch
 
-from echelon._native import copy
+from echelon._native import copy, core
 from echelon._torch_private.autograd import forward_ad_level
-from echelon._torch_private.tensors import dispatch_depth, transform_stack
+from echelon._torch_private.tensors import dispatch_depth, real_tensors, transform_stack
 from echelon.backends.admission import (
     FAR_ADDRESS,
     ORDINARY_TYPES,
@@ -51,6 +51,14 @@ def dtype_of(code: int) -> torch.dtype:
     if dtype is None:
         raise UnsupportedOp(f"this torch has no dtype {DTYPES[code][0]}, which a peer sent: use one version everywhere")
     return dtype
+
+
+@functools.cache
+def type_of(dtype: torch.dtype) -> int:
+    """Returns the code of a dtype in the native library. 0 if it cannot read tensors of that dtype."""
+    # Without a mode of the caller: in FakeTensorMode the tensor would have no memory.
+    with real_tensors(), normal_mode():
+        return int(core.type_of(torch.empty(0, dtype=dtype, device="cpu")))
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -35,8 +35,9 @@ class PreparedSend:
     def at_once(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
         """Fast path: sends a tensor if all of it can leave now. False, without effect, if `start` has to do it.
 
-        It makes no Work, because the send is done before anybody could wait for it. The tensor is not checked: it is
-        contiguous, on one of `devices`, and has memory of its own. Messages keep their order, whichever way they go.
+        It makes no Work, because the send is done before anybody could wait for it. It leaves tensors of another shape
+        or dtype to `start`, and all that have no values in memory of their own. It does not ask for modes of torch.
+        Messages keep their order, whichever way they go.
         """
         return False
 
@@ -60,8 +61,8 @@ class PreparedReceive:
     def at_once(self, out: torch.Tensor | None = None) -> Message | None:  # noqa: ARG002
         """Fast path: returns the next message if it comes before the caller would go to sleep, else None.
 
-        None, without effect, if `start` has to do it: also where the message does not fit `out` or its note differs.
-        `out` is not checked: it is such as `irecv` takes.
+        None, without effect, if `start` has to do it: also where the message does not fit `out` or its note differs, or
+        `out` is not such as `irecv` takes.
         """
         return None
 

@@ -25,6 +25,8 @@ class Message(NamedTuple):
 
     tensor: torch.Tensor
     note: str
+    what: str = ""
+    """Dtype and shape of the tensor. Empty if that text was not made yet."""
 
 
 class Received(NamedTuple):

@@ -100,6 +100,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         # Only the group of all ranks closes the backend; subgroups share it.
         self._owns_backend = ranks is None
         self._sends, self._receives = {}, {}
+        self._last_sends, self._last_receives = {}, {}
         _groups.add(self)
         self._callbacks: list[Callable[[], object]] = []
 

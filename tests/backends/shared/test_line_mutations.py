@@ -1,5 +1,7 @@
 """Each way to break the protocol of messages in shared memory is found by the simulated ranks.
 
+The records in the ring are C, of which `tests/native` has the mutations.
+
 A mutation replaces a piece of the real code: it stores a word too early, leaves a bell out or rings it before the word
 is there, or does not look again before a thread sleeps. Then ranks read what is not there yet, write over what is still
 needed, or sleep for ever.
@@ -21,7 +23,8 @@ from echelon.backends.tcp.progress import Progress
 from echelon.backends.tcp.reader import Reader
 from echelon.errors import EchelonError
 from tests.helpers import shared_memory_scenarios
-from tests.helpers.shared_memory_host import Chance, Interruptions, Stuck
+from tests.helpers.native_explorer import Race
+from tests.helpers.task_host import Chance, Interruptions, Stuck
 
 _MOST_SEEDS = 400
 
@@ -41,38 +44,7 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
-    # the writer's records
-    Mutation(
-        "a record counted before it is there",
-        (RingSender, "_put"),
-        "begin = self._ring + at\n",
-        "begin = self._ring + at\n    self._words[self._news + message_layout.RECORDS] = self._records + size\n",
-        "stream",
-    ),
-    Mutation("no bell for a record", (RingSender, "_put"), "self._post.wake(self._reader)\n", "pass\n", "stream"),
-    Mutation(
-        "the bell for a record rung before it is counted",
-        (RingSender, "_put"),
-        "self._words[self._news + message_layout.RECORDS] = self._records\n    self._post.wake(self._reader)\n",
-        "self._post.wake(self._reader)\n    self._words[self._news + message_layout.RECORDS] = self._records\n",
-        "one message",
-        1,
-    ),
-    Mutation(
-        "a record where others are that were not taken",
-        (RingSender, "_room"),
-        "self._words[self._answers + message_layout.TAKEN]",
-        "self._words[self._answers + message_layout.TAKEN] + 256",
-        "flood",
-    ),
-    Mutation(
-        "a large message's record counted before it is there",
-        (RingSender, "_begin"),
-        "begin = self._ring + at\n",
-        "begin = self._ring + at\n    self._words[self._news + message_layout.RECORDS] = self._records + size\n",
-        "both ways",
-    ),
-    # its pieces
+    # the writer's pieces
     Mutation(
         "a piece counted before it is there",
         (RingSender, "_write"),
@@ -137,34 +109,10 @@ MUTATIONS = [
     Mutation(
         "a record taken out of the ring before it was read",
         (RingReceiver, "take_in"),
-        "if prefix.head_bytes:\n",
-        "self._words[self._answers + message_layout.TAKEN] = self._taken + prefix.record_bytes\n"
-        "    if prefix.head_bytes:\n",
+        "self._open(inlet, inbox)\n    core.release(self._address)\n",
+        "self._words[self._answers + message_layout.TAKEN] = inlet.taken + inlet.record_bytes\n"
+        "    self._open(inlet, inbox)\n    core.release(self._address)\n",
         "flood",
-    ),
-    Mutation(
-        "a record taken out of the ring before it was received at once",
-        (RingReceiver, "take"),
-        "copy_from(self._address",
-        "self._words[self._answers + message_layout.TAKEN] = self._taken + size\n    copy_from(self._address",
-        "flood",
-        2,
-    ),
-    Mutation(
-        "no bell for room in the ring",
-        (RingReceiver, "_take_out"),
-        "self._post.answer(self._writer)",
-        "pass",
-        "long notes",
-    ),
-    Mutation(
-        "the bell for room in the ring rung before it is told",
-        (RingReceiver, "_take_out"),
-        "self._told_taken = self._words[self._answers + message_layout.TAKEN] = self._taken\n"
-        "        self._post.answer(self._writer)",
-        "self._told_taken = self._taken\n        self._post.answer(self._writer)\n"
-        "        self._words[self._answers + message_layout.TAKEN] = self._taken",
-        "long notes",
     ),
     Mutation(
         "more pieces copied than were counted",
@@ -184,7 +132,7 @@ MUTATIONS = [
     Mutation(
         "no bell for a piece that was drained",
         (RingReceiver, "_go_on"),
-        "self._post.answer(self._writer)",
+        "core.answer(self._address)",
         "pass",
         "both ways",
     ),
@@ -192,9 +140,9 @@ MUTATIONS = [
         "the bell for a piece rung before it is told as drained",
         (RingReceiver, "_go_on"),
         "drained = self._words[self._answers + message_layout.DRAINED] = arrival.num_drained\n"
-        "        self._post.answer(self._writer)",
+        "        core.answer(self._address)",
         "drained = arrival.num_drained\n"
-        "        self._post.answer(self._writer)\n"
+        "        core.answer(self._address)\n"
         "        self._words[self._answers + message_layout.DRAINED] = drained",
         "one slot",
         6,
@@ -203,30 +151,28 @@ MUTATIONS = [
     Mutation(
         "a part freed while a tensor is in it",
         (_Parts, "lend"),
-        "self._lent_bytes += prefix.part_bytes\n",
-        "self._lent_bytes += prefix.part_bytes\n    self.free(prefix.part)\n    return tensor\n",
+        "self._lent_bytes += part.num_bytes\n",
+        "self._lent_bytes += part.num_bytes\n    self.free(part.start)\n    return tensor\n",
         "both ways",
     ),
     Mutation(
         "a part freed before it is copied",
         (_Parts, "lend"),
-        "finally:\n            self.free(prefix.part)\n",
+        "finally:\n            self.free(part.start)\n",
         "finally:\n            pass\n",
         "unclaimed",
         also_old="try:\n            copy",
-        also_new="try:\n            self.free(prefix.part)\n            copy",
+        also_new="try:\n            self.free(part.start)\n            copy",
     ),
-    Mutation(
-        "no bell for a part that was freed", (_Parts, "free"), "self._post.answer(self._writer)", "pass", "kept parts"
-    ),
+    Mutation("no bell for a part that was freed", (_Parts, "free"), "core.answer(self._address)", "pass", "kept parts"),
     Mutation(
         "the bell for a part rung before it is freed",
         (_Parts, "free"),
-        "self._post.answer(self._writer)",
+        "core.answer(self._address)",
         "pass",
         "kept parts",
         also_old="number = next(self._numbers)\n",
-        also_new="number = next(self._numbers)\n    self._post.answer(self._writer)\n",
+        also_new="number = next(self._numbers)\n    core.answer(self._address)\n",
     ),
     Mutation(
         "a part freed without a change of the answers",
@@ -238,14 +184,14 @@ MUTATIONS = [
     Mutation(
         "a part told as freed before its word is there",
         (_Parts, "free"),
-        "self._post.answer(self._writer)",
+        "core.answer(self._address)",
         "pass",
         "kept parts",
         also_old="number = next(self._numbers)\n",
         also_new=(
             "number = next(self._numbers)\n"
             "    self._line_words[self._freed] = number + 1\n"
-            "    self._post.answer(self._writer)\n"
+            "    core.answer(self._address)\n"
         ),
     ),
     Mutation(
@@ -336,9 +282,10 @@ MUTATIONS = [
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
-def test_it_is_found(mutation, monkeypatch):
+def test_it_is_found(explored, mutation, monkeypatch):
     break_code(monkeypatch, mutation)
-    assert any(fails(mutation.scenario, order, seed) for order, seed in orders(mutation)), "nothing goes wrong"
+    found = (fails(explored, mutation.scenario, order, seed) for order, seed in orders(explored, mutation))
+    assert any(found), "nothing goes wrong"
 
 
 EXPLORED = sorted({(each.scenario, each.seed) for each in MUTATIONS if each.seed >= 0})
@@ -346,9 +293,9 @@ EXPLORED = sorted({(each.scenario, each.seed) for each in MUTATIONS if each.seed
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "seed"), EXPLORED)
-def test_without_a_mutation_all_goes_well(scenario, seed):
-    for at in range(1, shared_memory_scenarios.num_points(scenario, seed) + 1):
-        shared_memory_scenarios.play(scenario, Interruptions((at,)), seed)
+def test_without_a_mutation_all_goes_well(explored, scenario, seed):
+    for at in range(1, shared_memory_scenarios.num_points(explored, scenario, seed) + 1):
+        shared_memory_scenarios.play(explored, scenario, Interruptions((at,)), seed)
 
 
 def break_code(monkeypatch, mutation):
@@ -363,21 +310,21 @@ def break_code(monkeypatch, mutation):
     monkeypatch.setattr(owner, name, names[name])
 
 
-def orders(mutation):
+def orders(path, mutation):
     """Yields orders to try, and a seed for what is said in them."""
     if mutation.seed < 0:
         for seed in range(_MOST_SEEDS):
             yield Chance(seed), seed
         return
-    most = shared_memory_scenarios.num_points(mutation.scenario, mutation.seed)
+    most = shared_memory_scenarios.num_points(path, mutation.scenario, mutation.seed)
     for at in range(1, most + 1):
         yield Interruptions((at,)), mutation.seed
 
 
-def fails(scenario, order, seed):
+def fails(path, scenario, order, seed):
     """Says whether ranks sleep for ever, or get what was not sent. Any other error is one of the test."""
     try:
-        shared_memory_scenarios.play(scenario, order, seed)
-    except (Stuck, AssertionError, EchelonError):
+        shared_memory_scenarios.play(path, scenario, order, seed)
+    except (Race, Stuck, AssertionError, EchelonError):
         return True
     return False

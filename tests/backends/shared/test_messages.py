@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import struct
 import threading
 import time
 
@@ -338,7 +339,7 @@ def write_nonsense(group):
     if group.rank == 0:
         post = group.backend.messages.links[1 - group.rank].sender._post
         ring = post.ring(0, 1)
-        post.region.memory[ring : ring + message_layout.PREFIX_BYTES] = message_layout.Prefix(640, 600).encode()
+        post.region.memory[ring : ring + 8] = struct.pack("<II", 640, 600)
         post.words[post.news(0, 1) + message_layout.RECORDS] = 128
         post.wake(1)
         with pytest.raises(echelon.PeerFailed):

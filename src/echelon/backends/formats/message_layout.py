@@ -15,10 +15,15 @@ Each rank, the *writer*, has for each other rank, the *reader*:
         freed   words that the reader stores: for each of the last parts that it freed, its number and which part
         slots   words that the writer stores: for each of the last pieces, its slot in its part
 
+    record      a multiple of 64 bytes
+        0   its length, then that of the header (32 bits each); 0 of header: the end of the ring is skipped
+        8   offset and length of a large message's part in the arena, 0 if the payload follows the header
+        24  header, then the payload, at a multiple of 16 bytes
+
 Strategy. Single producer, single consumer; both store data first and the counter second. A record goes between the last
-one and the first that is not taken; where the end of the ring is too short, it is skipped. A large message begins with
-its record. Its pieces follow, each counted once it is written, so the reader copies one while the next is written; the
-next message's record comes after its last piece.
+one and the first that is not taken; where the end of the ring is too short, it is skipped. The native library writes
+and reads records (`native/messages.c`). A large message begins with its record. Its pieces follow, each counted once it
+is written, so the reader copies one while the next is written; the next message's record comes after its last piece.
 
 A piece goes into the slot of a drained piece if there is one, as that memory is in the cache, else into the next unused
 slot. So a message that nobody copies meanwhile lies in its part as a whole. Only a message longer than its part waits
@@ -31,8 +36,6 @@ thread may be slower than the next.
 
 from __future__ import annotations
 
-import functools
-import struct
 from typing import NamedTuple
 
 from echelon.backends.formats.wire import HEADER_BYTES, MAX_DIMS, MAX_NOTE_BYTES
@@ -44,10 +47,6 @@ WORDS_BYTES = 64
 NUM_WORDS = WORDS_BYTES // 8
 RECORDS, PIECES, WAITING = range(3)
 TAKEN, DRAINED, FREED = range(3)
-
-# Also leaves room for the prefix of a skipped end: what is left before the end of the ring is a multiple of it.
-ALIGNMENT = 64
-"""Of records in the ring, in bytes."""
 
 
 class Sizes(NamedTuple):
@@ -115,30 +114,16 @@ class Slots:
 # circle_bytes: below 1 MiB the two ends wait for each other, above 16 MiB the pieces leave the cache.
 SIZES = Sizes(512 << 10, 64 << 10, 256 << 10, 16 << 20, 4 << 20)
 
-_PREFIX = struct.Struct("<IIQQ")
-_PAYLOAD_ALIGNMENT = 16
-_MAX_HEAD_BYTES = HEADER_BYTES + 8 * MAX_DIMS + MAX_NOTE_BYTES
+MAX_HEAD_BYTES = HEADER_BYTES + 8 * MAX_DIMS + MAX_NOTE_BYTES
+"""Longest header of a message."""
 
 
-class Prefix(NamedTuple):
-    """First bytes of a record.
+class Part(NamedTuple):
+    """Place of a large message in the arena, in bytes."""
 
-    record_bytes: length of the whole record. head_bytes: length of the header behind the prefix, 0 where the end of the
-    ring is skipped. part, part_bytes: offset and length of a large message's part in the arena, 0 if the payload
-    follows the header.
-    """
+    start: int
+    num_bytes: int
 
-    record_bytes: int
-    head_bytes: int
-    part: int = 0
-    part_bytes: int = 0
-
-    def encode(self) -> bytes:
-        """Returns the prefix as bytes."""
-        return _PREFIX.pack(*self)
-
-
-PREFIX_BYTES = _PREFIX.size
 
 _MAX_PARTS = 1 << 16
 
@@ -151,86 +136,3 @@ def freed_word(number: int, part: int) -> int:
 def freed_part(word: int, number: int) -> int | None:
     """Returns the part freed as `number`. None if the word is still that of the round before."""
     return word % _MAX_PARTS if word // _MAX_PARTS == number + 1 else None
-
-
-class Place(NamedTuple):
-    """Position of a record in the ring."""
-
-    start: int
-    """Offset of the record."""
-    skip: int
-    """Bytes before the end of the ring that are skipped."""
-
-
-def payload_at(head_bytes: int) -> int:
-    """Returns the offset of the payload in a record."""
-    return _up(PREFIX_BYTES + head_bytes, _PAYLOAD_ALIGNMENT)
-
-
-def record_bytes(head_bytes: int, payload_bytes: int) -> int:
-    """Returns the length of a record."""
-    return _up(payload_at(head_bytes) + payload_bytes, ALIGNMENT)
-
-
-class SmallRecord(NamedTuple):
-    """Record that contains its whole message."""
-
-    size: int
-    payload_at: int
-    start: bytes
-    """Prefix and header."""
-
-
-# Most messages repeat an earlier header, so their prefix need not be encoded again.
-@functools.lru_cache(1024)
-def small_record(head: bytes, payload_bytes: int) -> SmallRecord:
-    """Returns the record of a small message, cached."""
-    size = record_bytes(len(head), payload_bytes)
-    return SmallRecord(size, payload_at(len(head)), Prefix(size, len(head)).encode() + head)
-
-
-def place_for(size: int, records: int, taken: int, ring_bytes: int) -> Place | None:
-    """Returns the position of a record of `size` bytes. None if it does not fit before more is taken.
-
-    Args:
-        size: a multiple of ALIGNMENT.
-        records: bytes of records put into the ring so far.
-        taken: bytes of records taken out of it so far.
-        ring_bytes: of the whole ring.
-    """
-    # Both count bytes since the start, in 64 bits, so they do not wrap in the life of a job.
-    at = records % ring_bytes
-    skip = ring_bytes - at if at + size > ring_bytes else 0
-    if records + skip + size - taken > ring_bytes:
-        return None
-    return Place(0 if skip else at, skip)
-
-
-def read_prefix(data: bytes, available: int, at: int, ring_bytes: int) -> Prefix:
-    """Decodes and checks the prefix of a record.
-
-    Args:
-        data: the first PREFIX_BYTES bytes of the record.
-        available: bytes of records that are ready to be taken.
-        at: offset of the record in the ring.
-        ring_bytes: of the whole ring.
-
-    Raises:
-        ProtocolError: it cannot be a record.
-    """
-    prefix = _decode(data)
-    size = prefix.record_bytes
-    # A peer wrote the size: it is checked against ring and counters before any byte behind the prefix is read.
-    whole = 0 < size <= min(available, ring_bytes - at) and size % ALIGNMENT == 0
-    if not whole or available > ring_bytes or prefix.head_bytes > min(_MAX_HEAD_BYTES, size - PREFIX_BYTES):
-        raise ProtocolError(f"record of {size} bytes, {available} of them there: the peer does not speak this protocol")
-    return prefix
-
-
-@functools.lru_cache(256)
-def _decode(data: bytes) -> Prefix:
-    return Prefix(*_PREFIX.unpack(data))  # cached: most prefixes repeat an earlier message's
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from echelon.backends.delivery import IncomingMessage
 from echelon.backends.formats.wire import Tag
+from echelon.backends.memory import is_ordinary
 from echelon.backends.tcp.inbox import Inbox
-from echelon.backends.work import Message, Work
+from echelon.backends.work import Work
 from echelon.errors import EchelonError
 
 
@@ -110,6 +112,36 @@ class Sender(ABC):
         """Fast path: writes a message now. False, without effect, if the queue is not empty or it does not fit."""
         return False
 
+    def prepare(
+        self,
+        head: bytes,
+        tag: Tag,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Callable[[torch.Tensor], int]:
+        """Returns `put` for messages with one header: a function of the tensor, whose result is 0 if it was written.
+
+        It is called with an empty queue, and writes no tensor of another shape or dtype, or one that needs checks.
+        """
+
+        def put(tensor: torch.Tensor) -> int:
+            is_such = is_ordinary(tensor) and tensor.shape == shape and tensor.dtype == dtype
+            return not (is_such and self.put(head, tensor, tag))
+
+        return put
+
+
+class Known(NamedTuple):
+    """Fast path for messages with one header, which was checked."""
+
+    take: Callable[[torch.Tensor], int]
+    """Copies the next message into a tensor. Returns 0 if that was done, 1 if there is none, else a higher number."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    note: str
+    what: str
+    """Dtype and shape in words."""
+
 
 class Receiver(ABC):
     """Receiving end of a link."""
@@ -142,13 +174,16 @@ class Receiver(ABC):
         """Whether the peer has written messages that were not taken in, if that shows without a call. Needs no lock."""
         return False
 
-    def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:  # noqa: ARG002
-        """Fast path: takes in the next message if its header equals the last one with `tag`. None otherwise.
+    def look(self, seconds: float) -> bool:  # noqa: ARG002
+        """Spins until `has_written`. False after some time. Needs no lock."""
+        return False
+
+    def known(self, tag: Tag, note: str | None) -> Known | None:  # noqa: ARG002
+        """Returns the fast path for messages whose header equals the last one with `tag`. None if there is none.
 
         Args:
-            tag: of the message.
-            out: overwritten with the message; None: it comes as a new tensor.
-            note: of the message; None: any.
+            tag: of the messages.
+            note: of the messages; None: any.
         """
         return None
 

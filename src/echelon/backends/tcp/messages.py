@@ -10,9 +10,10 @@ import torch
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
-from echelon.backends.memory import dtype_code
+from echelon.backends.memory import dtype_code, is_ordinary, new_tensor
 from echelon.backends.messages import Messages, PreparedReceive, PreparedSend
 from echelon.backends.operators import Combine
+from echelon.backends.tcp.link import Known
 from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.peers import Peers
 from echelon.backends.tcp.progress import WaitScope
@@ -122,11 +123,15 @@ class TcpMessages(Messages):
     def prepare_send(  # noqa: D102
         self, dst: int, tag: Tag, shape: torch.Size, dtype: torch.dtype, *, note: str = ""
     ) -> PreparedSend:
-        return TcpSend(self, dst, tag, note, message_head(tag, dtype, shape, note))
+        if dst not in self.links:  # `start` says why
+            return super().prepare_send(dst, tag, shape, dtype, note=note)
+        return TcpSend(self, dst, tag, shape, dtype, note)
 
     def prepare_receive(  # noqa: D102
         self, src: int, tag: Tag, *, note: str | None = "", must_fit: bool = True
     ) -> PreparedReceive:
+        if src not in self.links:
+            return super().prepare_receive(src, tag, note=note, must_fit=must_fit)
         return TcpReceive(self, src, tag, note, must_fit)
 
     def brings_memory(self, src: int, num_bytes: int) -> bool:  # noqa: D102
@@ -157,28 +162,32 @@ class TcpMessages(Messages):
 class TcpSend(PreparedSend):
     """Sends of one shape and dtype, with the encoded head of the message."""
 
-    __slots__ = ("_head", "_tcp")
+    __slots__ = ("_failures", "_head", "_parting", "_progress", "_put", "_queue", "_tcp")
 
-    def __init__(self, messages: TcpMessages, dst: int, tag: Tag, note: str, head: bytes) -> None:
+    def __init__(
+        self, messages: TcpMessages, dst: int, tag: Tag, shape: torch.Size, dtype: torch.dtype, note: str
+    ) -> None:
         super().__init__(messages, dst, tag, note)
         self._tcp = messages
-        self._head = head
+        self._head = message_head(tag, dtype, shape, note)
+        self._progress, self._failures = messages.progress, messages.failures
+        # Messages of collectives are not counted.
+        self._parting = None if tag.sequence else messages.parting
+        sender = messages.links[dst].sender
+        self._queue, self._put = sender.queue, sender.prepare(self._head, tag, shape, dtype)
 
     def at_once(self, tensor: torch.Tensor) -> bool:  # noqa: D102
-        # `start` refuses the others.
-        if not (tensor.is_cpu and tensor.layout is torch.strided):
-            return False
-        tcp, dst, tag = self._tcp, self.dst, self.tag
-        progress = tcp.progress
+        progress, failures = self._progress, self._failures
         with progress.lock:
-            if progress.is_closed or tcp.failures.of(dst, tag):
+            if progress.is_closed or self._queue:
                 return False
-            sender = tcp.links[dst].sender
-            if not sender.put(self._head, tensor, tag):
+            if (failures.peers or failures.contexts) and failures.of(self.dst, self.tag):
                 return False
-            if tag.sequence == 0:
-                tcp.parting.sent[dst] += 1
-            if sender.queue:  # nobody waits for the rest that the kernel did not take
+            if self._put(tensor):
+                return False
+            if self._parting is not None:
+                self._parting.sent[self.dst] += 1
+            if self._queue:  # nobody waits for the rest that the kernel did not take
                 progress.call_background()
             return True
 
@@ -187,43 +196,67 @@ class TcpSend(PreparedSend):
         return self._tcp.send_frame(self._head, tensor, self.dst, self.tag)
 
 
+_WAITING = 1
+"""Result of `Known.take`: there is no message."""
+
+
 class TcpReceive(PreparedReceive):
     """Receives of one rank's messages, which may lie in memory already."""
 
-    __slots__ = ("_tcp",)
+    __slots__ = ("_claimed", "_known", "_mailbox", "_progress", "_receiver", "_tcp")
 
     def __init__(self, messages: TcpMessages, src: int, tag: Tag, note: str | None, must_fit: bool) -> None:
         super().__init__(messages, src, tag, note, must_fit)
         self._tcp = messages
+        self._progress, self._mailbox = messages.progress, messages.mailbox
+        # Messages of collectives are not counted.
+        self._claimed = None if tag.sequence else messages.mailbox.claimed
+        self._receiver = messages.links[src].receiver
+        self._known: Known | None = None
+        """The last message."""
 
     def at_once(self, out: torch.Tensor | None = None) -> Message | None:  # noqa: D102
-        tcp, src, tag = self._tcp, self.src, self.tag
-        unclaimed = tcp.mailbox.unclaimed
-        if (src, tag) in unclaimed.messages:
-            with tcp.progress.lock:
-                # At the limit `irecv` takes it: a receive resumes the paused peer.
-                if tcp.progress.is_closed or tcp.inboxes[src].is_at_limit:
-                    return None
-                message = unclaimed.take_whole((src, tag), out, self._note)
-                if message is not None and tag.sequence == 0:
-                    tcp.mailbox.claimed[src] += 1
-                return message
-        link = tcp.links.get(src)
-        if link is None:
-            return None
-        receiver = link.receiver
-        # The link is polled before the lock is taken: `has_written` needs none.
-        if not (
-            receiver.has_written()
-            or (receiver.is_in_memory and tcp.progress.may_spin() and tcp.poller.look_for(receiver))
-        ):
-            return None
-        with tcp.progress.lock:
-            if tcp.progress.is_closed or not tcp.mailbox.is_free(src, tag):
+        messages = self._mailbox.unclaimed.messages
+        if messages and (self.src, self.tag) in messages:
+            return self._take_unclaimed(out)
+        known = self._known
+        if known is None:
+            known = self._known = self._receiver.known(self.tag, self._note)
+            if known is None:
                 return None
-            message = receiver.take(tag, out, self._note)
-            if message is not None and tag.sequence == 0:
-                tcp.mailbox.claimed[src] += 1
+        tensor = new_tensor(known.shape, known.dtype) if out is None else out
+        code = self._take(known, tensor)
+        # The link is polled without the lock.
+        if code == _WAITING and self._progress.may_spin() and self._tcp.poller.look_for(self._receiver):
+            code = self._take(known, tensor)
+        if not code:
+            return Message(tensor, known.note, known.what)
+        if code != _WAITING:
+            self._known = None
+        return None
+
+    def _take(self, known: Known, tensor: torch.Tensor) -> int:
+        """Returns the result of `known.take`, or a higher number if another receive comes first."""
+        progress, src = self._progress, self.src
+        with progress.lock:
+            # A large message that is still arriving comes before any record in the ring.
+            if progress.is_closed or self._receiver.delivery is not None or not self._mailbox.is_free(src, self.tag):
+                return _WAITING + 1
+            code = known.take(tensor)
+            if not code and self._claimed is not None:
+                self._claimed[src] += 1
+            return code
+
+    def _take_unclaimed(self, out: torch.Tensor | None) -> Message | None:
+        if out is not None and not is_ordinary(out):
+            return None
+        with self._progress.lock:
+            # At the limit `irecv` takes it: a receive resumes the paused peer.
+            if self._progress.is_closed or self._tcp.inboxes[self.src].is_at_limit:
+                return None
+            message = self._mailbox.unclaimed.take_whole((self.src, self.tag), out, self._note)
+            if message is not None and self._claimed is not None:
+                self._claimed[self.src] += 1
             return message
 
 

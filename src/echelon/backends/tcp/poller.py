@@ -143,17 +143,7 @@ class Poller:
         Polls this link alone: `wait` polls the rest afterwards. False at once while a message of this rank waits for
         room, because only `wait` writes it.
         """
-        if self._memory is None or self._memory.is_full:
-            return False
-        for _ in range(_LOOKS):
-            if receiver.has_written():
-                return True
-        until = time.monotonic() + _MEMORY_SPIN_SECONDS
-        while time.monotonic() < until:
-            os.sched_yield()
-            if receiver.has_written():
-                return True
-        return False
+        return self._memory is not None and not self._memory.is_full and receiver.look(_MEMORY_SPIN_SECONDS)
 
     def dispatch(self, events: Events) -> None:
         """Calls the handlers of `events`, of memory and of due alarms. To be called with the lock."""

@@ -20,7 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from echelon._torch_private.tensors import storage_users
+from echelon._torch_private.autograd import forward_ad_level
+from echelon._torch_private.tensors import storage_users, transform_stack
 from echelon.backends.admission import check_values
 from echelon.backends.formats.wire import MAX_NOTE_BYTES, Tag
 from echelon.backends.memory import plain
@@ -35,46 +36,70 @@ from echelon.pipeline.stage.nested import BARE, Value, map_tensors, num_tensors,
 _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 
-class Buffers:
-    """Pool of receive buffers, as large as the most that were in use at once.
+class Pool:
+    """Receive buffers of one kind, as many as were in use at once.
 
     A buffer is not given back. It is free once nothing refers to its memory: no graph of a microbatch, no output that
     the user kept, and no view of either.
     """
 
+    __slots__ = ("_kind", "is_asked_for", "made")
+
+    def __init__(self, kind: _Kind) -> None:
+        self._kind = kind
+        self.made: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
+        self.is_asked_for = False
+        """Whether a buffer was taken since `Buffers.forget_unused`."""
+
+    def take(self) -> torch.Tensor:
+        """Returns a free buffer, or a new one: a contiguous tensor with any content."""
+        self.is_asked_for = True
+        for tensor, storage in self.made:
+            # The pool itself is one user. Saved tensors and views own the storage without this tensor object, so its
+            # reference count would not tell. The storage is kept, because in a step each call of torch takes 10 us.
+            if storage_users(storage) == 1:
+                return tensor.detach()
+        shape, dtype, device = self._kind
+        # A buffer made in inference mode could not be saved for backward when a training step uses it again.
+        with torch.inference_mode(False):
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.made.append((tensor, tensor.untyped_storage()))
+        return tensor.detach()
+
+
+class Buffers:
+    """Pools of receive buffers of one pipeline."""
+
     def __init__(self) -> None:
-        self._made: dict[_Kind, list[torch.Tensor]] = {}
-        self._asked_for: set[_Kind] = set()
+        # A pool stays when its buffers are freed: a receiver may refer to it.
+        self._pools: dict[_Kind, Pool] = {}
 
     def __len__(self) -> int:
         """Returns the number of buffers."""
-        return sum(map(len, self._made.values()))
+        return sum(len(pool.made) for pool in self._pools.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(tensor.untyped_storage().nbytes() for made in self._made.values() for tensor in made)
+        return sum(storage.nbytes() for pool in self._pools.values() for _, storage in pool.made)
+
+    def pool(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Pool:
+        """Returns the pool of a kind."""
+        kind = (shape, dtype, device)
+        if kind not in self._pools:
+            self._pools[kind] = Pool(kind)
+        return self._pools[kind]
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a free buffer, or a new one: a contiguous tensor with any content."""
-        kind = (shape, dtype, device)
-        self._asked_for.add(kind)
-        made = self._made.setdefault(kind, [])
-        for tensor in made:
-            # The pool itself is one user. Saved tensors and views own the storage without this tensor object, so its
-            # reference count would not tell.
-            if storage_users(tensor) == 1:
-                return tensor.detach()
-        # A buffer made in inference mode could not be saved for backward when a training step uses it again.
-        with torch.inference_mode(False):
-            made.append(torch.empty(shape, dtype=dtype, device=device))
-        return made[-1].detach()
+        return self.pool(shape, dtype, device).take()
 
     def forget_unused(self) -> None:
-        """Frees the buffers of shapes that were not taken since the last call."""
-        for kind in [kind for kind in self._made if kind not in self._asked_for]:
-            del self._made[kind]
-        self._asked_for.clear()
+        """Frees the buffers of kinds that were not taken since the last call."""
+        for pool in self._pools.values():
+            if not pool.is_asked_for:
+                pool.made.clear()
+            pool.is_asked_for = False
 
 
 class PendingSends:
@@ -168,15 +193,14 @@ class _Expected(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    device: torch.device
-    is_lent: bool
-    """Whether it comes in memory that the sender wrote to, so that it needs no buffer."""
+    pool: Pool | None
+    """Buffers for it. None if it comes in memory that the sender wrote to."""
 
 
 class Sender:
     """Sending end of a handover. It is prepared once, and used in every step."""
 
-    __slots__ = ("_backend", "_dst", "_group", "_handles", "_tag")
+    __slots__ = ("_alone", "_backend", "_dst", "_group", "_handles", "_tag")
 
     def __init__(self, group: ProcessGroup, handover: Handover, peer: int) -> None:
         """Prepares to send to rank `peer` of the pipeline."""
@@ -185,6 +209,8 @@ class Sender:
         self._tag = _tag(group, handover)
         # By number of the tensor in the value: its shape, dtype and note, and what sends it.
         self._handles: dict[int, tuple[tuple[torch.Size, torch.dtype, str], PreparedSend]] = {}
+        # Of the last value, if that was one bare tensor: whether it required a gradient, and its handle.
+        self._alone: tuple[bool, PreparedSend] | None = None
 
     def send(self, value: Value) -> list[Work[None]]:
         """Starts to send a value. Its tensors must not change before all returned Works are done.
@@ -192,19 +218,32 @@ class Sender:
         Raises:
             UnsupportedOp: the value has more than 1023 tensors or one without memory of its own, or is no nested value.
         """
+        # Fast path: a bare tensor like the last one, which can leave now. Between two stages this code is cold, so it
+        # calls little.
+        if (
+            (alone := self._alone) is not None
+            and isinstance(value, torch.Tensor)
+            and value.requires_grad is alone[0]
+            and transform_stack() is None
+            and forward_ad_level() < 0
+            and alone[1].at_once(value)
+        ):
+            return []
+        self._alone = None
         works: list[Work[None]] = []
-        if isinstance(value, torch.Tensor):  # fast path: most stages pass one tensor
+        if isinstance(value, torch.Tensor):  # most stages pass one tensor
             messages = [(_sendable(value), "[true]" if value.requires_grad else "[false]")]
         else:
             messages = _messages(value)
         for part, (tensor, note) in enumerate(messages):
             handle = self._handle(part, tensor, note)
-            # Fast path: a message that can leave now needs no Work. Within a step a send took 143 us, and takes 100
-            # (benchmarks/pipeline).
+            # A message that can leave now needs no Work.
             if not handle.at_once(tensor):
                 work = handle.start(tensor)
                 work.lateness = MessageLateness(self._backend, (self._dst,), self._group.ranks, self._group.context)
                 works.append(work)
+        if isinstance(value, torch.Tensor):
+            self._alone = value.requires_grad, self._handles[0][1]
         return works
 
     def _handle(self, part: int, tensor: torch.Tensor, note: str) -> PreparedSend:
@@ -265,17 +304,19 @@ class Receiver:
             PeerFailed, Timeout: the value will not come, or did not come in time.
         """
         try:
-            first, note = self._take(0)
+            place = None if self._works else self._place(0)
+            first, note, _ = self._take(0, place)
             # Fast path: one bare tensor like the last one. A bare value has no structure to parse.
             is_alone = note in BARE and len(self._works) < 2 and len(self._expected) == 1
-            if not is_alone or self._expected[0][:2] != (first.shape, first.dtype):
+            if not is_alone or (first is not place and self._expected[0][:2] != (first.shape, first.dtype)):
                 return self._put_together(first, note)
         except PeerFailed as error:
             raise error.noticed_by(self._operation()) from error
         except Timeout as error:
             raise Timeout(f"{self._operation()}: {error}", error.ranks) from error
         self._works = []
-        return _leaf(first, BARE[note])
+        # Made for this value, so it is the leaf itself.
+        return first.requires_grad_() if BARE[note] else first
 
     def withdraw(self) -> None:
         """Cancels a posted receive, so that the next value with the same tags does not arrive here."""
@@ -292,21 +333,24 @@ class Receiver:
             self._backend.messages.cancel(work)
         if self._works:
             self._works += [self._post(part) for part in range(len(self._works), count)]
-        arrived = [first, *(self._take(part).tensor for part in range(1, count))]
+        arrived = [first, *(self._take(part, self._place(part)).tensor for part in range(1, count))]
         self._works = []
-        self._expected = [
-            _Expected(each.shape, each.dtype, each.device, self._backend.messages.brings_memory(self._src, each.nbytes))
-            for each in arrived
-        ]
+        self._expected = [_Expected(each.shape, each.dtype, self._pool(each)) for each in arrived]
         tensors = iter(arrived[note == _APART :])
         return value_of(structure, lambda requires_grad: _leaf(next(tensors), requires_grad))
 
-    def _take(self, part: int) -> Message:
+    def _pool(self, arrived: torch.Tensor) -> Pool | None:
+        """Returns the buffers for tensors like one. None if they need none."""
+        if self._backend.messages.brings_memory(self._src, arrived.nbytes):
+            return None
+        return self._buffers.pool(arrived.shape, arrived.dtype, arrived.device)
+
+    def _take(self, part: int, place: torch.Tensor | None) -> Message:
+        """Waits for a tensor of the value. It goes into `place` if its receive was not posted before."""
         if self._works:
             work = self._works[part]
         else:
-            place = self._place(part)
-            # Fast path, as in `Sender.send`: within a step a receive took 133 us, and takes 80.
+            # Fast path: a message that has arrived needs no Work.
             if message := self._handle(part).at_once(place):
                 return message
             work = self._post(part, place)
@@ -320,9 +364,8 @@ class Receiver:
 
     def _place(self, part: int) -> torch.Tensor | None:
         """Returns a buffer for a tensor like the last one. None if there was none, or if it needs no buffer."""
-        if part >= len(self._expected) or self._expected[part].is_lent:
-            return None
-        return self._buffers.take(*self._expected[part][:3])
+        pool = self._expected[part].pool if part < len(self._expected) else None
+        return None if pool is None else pool.take()
 
     def _post(self, part: int, place: torch.Tensor | None = None) -> Work[torch.Tensor]:
         place = self._place(part) if place is None else place

@@ -15,12 +15,12 @@ other files: its connections and its peers' processes.
 
 from __future__ import annotations
 
+import ctypes
 import os
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from echelon._native import Words, core
+from echelon._native import NO_FD, Bell, Inlet, Outlet, Words, core
 from echelon.backends.formats import message_layout
 from echelon.backends.formats.arena import ARENA_BYTES, MIN_PART_BYTES
 from echelon.backends.shared.memory.segment import RANGE_BYTES, Segment, Window, words_of
@@ -48,34 +48,30 @@ class ArenaWindow(NamedTuple):
 class Doorbells:
     """Eventfds with which the ranks of one host wake each other, one for each."""
 
-    def __init__(self, fds: Sequence[int], number: int) -> None:
+    def __init__(self, fds: Sequence[int], number: int, asleep: Sequence[int]) -> None:
         """Takes over the files.
 
         Args:
             fds: by rank.
             number: of this rank.
+            asleep: addresses of the words that say whether a rank sleeps, by rank.
         """
         self.own = fds[number]
         """The eventfd that wakes this rank."""
         self._fds = fds
-        # For each rank, the sleep for which this rank has rung already. One ring is enough, and a ring takes 20 us.
-        self._rung = [0] * len(fds)
-        self._ringing = threading.RLock()  # re-entrant: a tensor may die, and ring, in the very thread that closes
-
-    def ring(self, rank: int, sleep: int) -> None:
-        """Wakes a rank from a sleep, unless this rank has done so already."""
-        if sleep != self._rung[rank]:
-            with self._ringing:  # a closed doorbell's number may be another file's a moment later
-                if self._fds:
-                    self._rung[rank] = sleep
-                    os.eventfd_write(self._fds[rank], 1)
+        self._bells = [Bell(asleep=word, fd=fd) for word, fd in zip(asleep, fds, strict=True)]
+        self.addresses = [ctypes.addressof(bell) for bell in self._bells]
+        """Of the bells in this process, for the native library, which rings them."""
 
     def close(self) -> None:
         """Closes the files."""
-        with self._ringing:
-            fds, self._fds = self._fds, ()
-            for fd in fds:
-                os.close(fd)
+        fds, self._fds = self._fds, ()
+        # First: a closed file's number may be another file's a moment later. The library rings, as this statement runs,
+        # with the interpreter's lock held.
+        for bell in self._bells:
+            bell.fd = NO_FD
+        for fd in fds:
+            os.close(fd)
 
 
 class MessageRegion:
@@ -102,7 +98,6 @@ class MessageRegion:
         self.number = number
         self.num_ranks = len(doorbells)
         self._segment = segment
-        self.doorbells = Doorbells(doorbells, number)
         region = segment.map(0, _region_bytes(self.num_ranks, sizes))
         self.region = region
         self.words = words_of(region)
@@ -111,8 +106,9 @@ class MessageRegion:
         answers = (self.num_ranks + number) * row
         self._news = slice(number * row, (number + 1) * row)
         self._answers = slice(answers, answers + row)
-        self._asleep_words = 2 * self.num_ranks * row // 8
-        self._own_asleep = self._asleep_words + number * message_layout.NUM_WORDS
+        asleep = [2 * self.num_ranks * row // 8 + rank * message_layout.NUM_WORDS for rank in range(self.num_ranks)]
+        self._own_asleep = asleep[number]
+        self.doorbells = Doorbells(doorbells, number, [self.address(word) for word in asleep])
         self._seen_news = self._seen_answers = bytes(row)  # zeros, not a read: a peer may have written already
         self.num_waiting = 0
         """Number of senders that wait for answers."""
@@ -141,21 +137,36 @@ class MessageRegion:
         """Whether a queued message has no room in its ring or arena."""
         return self.num_waiting > 0
 
+    def address(self, word: int) -> int:
+        """Returns the address of a word in this process."""
+        return self.region.address + 8 * word
+
     def wake(self, rank: int) -> None:
         """Wakes a rank if it sleeps. Called after its news were stored."""
-        # Memory order: the news before the read of `asleep`, which a processor may otherwise exchange.
-        fence()
-        sleep = self.words[self._asleep_words + rank * message_layout.NUM_WORDS]
-        # Odd means asleep, and every sleep has a number of its own: a second message does not ring for the same sleep.
-        if sleep & 1:
-            self.doorbells.ring(rank, sleep)
+        core.wake(self.doorbells.addresses[rank])
 
-    def answer(self, writer: int) -> None:
-        """Wakes a rank if it waits for answers and sleeps. Called after an answer was stored for it."""
-        fence()
-        # Most answers are awaited by nobody: the check spares the wake-up.
-        if self.words[self.news(writer, self.number) + message_layout.WAITING]:
-            self.wake(writer)
+    def outlet(self, reader: int) -> Outlet:
+        """Returns the writing end of this rank's ring for `reader`."""
+        return Outlet(
+            ring=self.region.address + self.ring(self.number, reader),
+            ring_bytes=self.sizes.ring_bytes,
+            records_word=self.address(self.news(self.number, reader) + message_layout.RECORDS),
+            taken_word=self.address(self.answers(self.number, reader) + message_layout.TAKEN),
+            bell=self.doorbells.addresses[reader],
+        )
+
+    def inlet(self, writer: int) -> Inlet:
+        """Returns the reading end of the ring that `writer` has for this rank."""
+        news = self.news(writer, self.number)
+        return Inlet(
+            ring=self.region.address + self.ring(writer, self.number),
+            ring_bytes=self.sizes.ring_bytes,
+            records_word=self.address(news + message_layout.RECORDS),
+            taken_word=self.address(self.answers(writer, self.number) + message_layout.TAKEN),
+            waiting_word=self.address(news + message_layout.WAITING),
+            bell=self.doorbells.addresses[writer],
+            most_head_bytes=message_layout.MAX_HEAD_BYTES,
+        )
 
     # Polling
 
@@ -173,6 +184,9 @@ class MessageRegion:
         """
         memory = self.region.memory
         news, answers = memory[self._news], memory[self._answers]
+        # Memory order: these reads before those of the words that the counters tell of. Without it, 4 of 2000 orders of
+        # `both ways, with cores` missed a part that was freed.
+        fence()
         has_news = news != self._seen_news or (self.num_waiting > 0 and answers != self._seen_answers)
         self._seen_news, self._seen_answers = news, answers
         return has_news

@@ -8,26 +8,28 @@ itself, which is freed when nothing refers to the tensor any more.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import weakref
 from collections import deque
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
+from echelon._native import PREFIX_BYTES, Code, Inlet, core, message
 from echelon.backends.delivery import IncomingMessage
 from echelon.backends.formats import message_layout, wire
 from echelon.backends.formats.arena import ARENA_BYTES, MIN_PART_BYTES
 from echelon.backends.formats.wire import Tag
-from echelon.backends.memory import as_bytes, copy_from, new_tensor
+from echelon.backends.memory import as_bytes, describe, new_tensor, type_of
 from echelon.backends.modes import normal_mode
 from echelon.backends.shared.memory.mapping import add_lender
 from echelon.backends.shared.messages import message_region
 from echelon.backends.shared.messages.message_region import MessageRegion
 from echelon.backends.tcp.inbox import Head, Inbox
-from echelon.backends.tcp.link import Receiver
-from echelon.backends.work import Message
+from echelon.backends.tcp.link import Known, Receiver
 from echelon.errors import EchelonError, ProtocolError, UnsupportedOp
 
 # Received tensors may occupy this much of an arena. Beyond it they are copied, so that the sender does not run out of
@@ -35,34 +37,26 @@ from echelon.errors import EchelonError, ProtocolError, UnsupportedOp
 _MAX_LENT_BYTES = 256 << 20
 # Limit of the caches by header and by tag, which a peer fills.
 _MAX_CACHED = 1024
-
-
-class _Known(NamedTuple):
-    """Small message as it lay in the ring, kept to recognise the next one like it."""
-
-    head: Head
-    start: bytes
-    """Bytes of its record before the payload."""
-    record_bytes: int
-    payload_at: int
+_SPINS = 300
+"""Number of looks before the core is offered to others. About 10 us, in which the interpreter's lock is held."""
 
 
 class _Arrival:
     """Large message that is being written, or is written and not taken in yet."""
 
     def __init__(
-        self, head: Head, delivery: IncomingMessage, prefix: message_layout.Prefix, parts: _Parts, first: int
+        self, head: Head, delivery: IncomingMessage, part: message_layout.Part, parts: _Parts, first: int
     ) -> None:
         self.head = head
         self.delivery = delivery
-        self.prefix = prefix
+        self.part = part
         self.first = first
         """Number of pieces that were written before its own."""
         self.num_pieces = parts.sizes.num_pieces(head.num_bytes)
-        self.is_whole = prefix.part_bytes == head.num_bytes
+        self.is_whole = part.num_bytes == head.num_bytes
         """Whether the part holds the entire message. Otherwise its pieces reuse the slots of the part."""
         self._parts = parts
-        self._source = parts.memory(prefix.part, prefix.part_bytes)
+        self._source = parts.memory(part)
         self._piece_bytes = parts.sizes.piece_bytes
         self._done = 0
 
@@ -96,8 +90,8 @@ class _Arrival:
             size = min(size, room.nbytes)
             # The slot word was stored by a peer: it is checked against the part before the copy.
             begin = self._parts.slot(self.first + number) * self._piece_bytes + begun
-            if begin + size > self.prefix.part_bytes:
-                raise ProtocolError(f"piece at {begin} of a part of {self.prefix.part_bytes} bytes")
+            if begin + size > self.part.num_bytes:
+                raise ProtocolError(f"piece at {begin} of a part of {self.part.num_bytes} bytes")
             room[:size] = self._source[begin : begin + size]
         self._done += size
         delivery.wrote(self._done)
@@ -118,103 +112,82 @@ class RingReceiver(Receiver):
         """
         self._post = at
         self._writer = writer
-        # Attributes of the region are copied here: `take` is the hot path of small messages.
         self._words = at.words
         self._sizes = at.sizes
         self._news = at.news(writer, at.number)
         self._answers = at.answers(writer, at.number)
         self._memory = at.region.memory
-        self._address = at.region.address
         self._ring = at.ring(writer, at.number)
+        self._inlet = at.inlet(writer)
+        self._address = ctypes.addressof(self._inlet)
         self._max_message_bytes = max_message_bytes
-        self._taken = self._told_taken = 0
         self._pieces = 0
         self._arrival: _Arrival | None = None
         self.delivery: IncomingMessage | None = None
         self._parts: _Parts | None = None
         # Decoded headers by their bytes: most messages repeat one.
         self._heads: dict[bytes, Head] = {}
-        self._latest: dict[Tag, _Known] = {}
-        """Last small point-to-point message with each tag."""
+        self._latest: dict[Tag, tuple[Head, bytes]] = {}
+        """Header of the last small point-to-point message with each tag, decoded and as bytes."""
 
     def take_in(self, inbox: Inbox) -> bool:  # noqa: D102
         if self._arrival is not None:
             return self._go_on(self._arrival)
-        ring_bytes = self._sizes.ring_bytes
-        available = self._words[self._news + message_layout.RECORDS] - self._taken
-        if not available or inbox.is_full():
+        inlet = self._inlet
+        code = core.find(self._address)
+        if code == Code.WAITING or inbox.is_full():
             return False
-        at = self._taken % ring_bytes
-        begin = self._ring + at
-        prefix = message_layout.read_prefix(
-            self._memory[begin : begin + message_layout.PREFIX_BYTES], available, at, ring_bytes
-        )
-        if prefix.head_bytes:
-            self._open(prefix, begin, inbox)
-        self._take_out(prefix.record_bytes)
-        return self._arrival is not None or available != prefix.record_bytes
+        if code != Code.DONE:
+            raise ProtocolError(
+                f"record of {inlet.record_bytes} bytes, {inlet.available} of them there: "
+                "the peer does not speak this protocol"
+            )
+        is_last = inlet.available == inlet.record_bytes
+        self._open(inlet, inbox)
+        core.release(self._address)
+        return self._arrival is not None or not is_last
 
     def brings_memory(self, num_bytes: int) -> bool:  # noqa: D102
         # Between these sizes the message lies in its part as a whole, so the part can become the tensor.
         return self._sizes.inline_bytes < num_bytes <= self._sizes.whole_bytes
 
     def has_written(self) -> bool:  # noqa: D102
-        return self._words[self._news + message_layout.RECORDS] != self._taken
+        return self._words[self._news + message_layout.RECORDS] != self._inlet.taken
 
-    def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
-        """Takes in the next message if its header equals the last one with `tag`; see `Receiver.take`."""
-        # Most messages repeat an earlier header byte for byte, so it need not be decoded or checked again.
-        known = self._latest.get(tag)
-        # A large message that is still arriving comes before any record in the ring.
-        if known is None or self._arrival is not None:
-            return None
-        head, start, size, payload_at = known
-        at = self._taken % self._sizes.ring_bytes
-        begin = self._ring + at
-        available = self._words[self._news + message_layout.RECORDS] - self._taken
-        if not size <= available <= self._sizes.ring_bytes // 2 or at + size > self._sizes.ring_bytes:
-            return None  # more than half a ring: `take_in` empties it, so that the writer can go on
-        # One comparison covers prefix, header and note of the record.
-        if self._memory[begin : begin + len(start)] != start or not (note is None or note == head.note):
-            return None
-        if out is None:
-            out = new_tensor(head.shape, head.dtype)
-        elif out.shape != head.shape or out.dtype != head.dtype:
-            return None
-        copy_from(self._address + begin + payload_at, out)
-        self._take_out(size)
-        return Message(out, head.note)
+    def look(self, seconds: float) -> bool:  # noqa: D102
+        return bool(core.look(self._address, _SPINS, int(seconds * 1e9)) == Code.DONE)
 
-    def _take_out(self, size: int) -> None:
-        """Releases the bytes of a record."""
-        self._taken += size
-        # Published once per quarter of the ring: the store moves a cache line, and the answer passes a fence.
-        if self._taken - self._told_taken >= self._sizes.ring_bytes // 4:
-            self._told_taken = self._words[self._answers + message_layout.TAKEN] = self._taken
-            self._post.answer(self._writer)
+    def known(self, tag: Tag, note: str | None) -> Known | None:  # noqa: D102
+        if (latest := self._latest.get(tag)) is None:
+            return None
+        head, data = latest
+        if not (note is None or note == head.note):
+            return None
+        like = message(self._address, data, head.num_bytes, type_of(head.dtype), head.shape)
+        return Known(partial(core.receive, like), head.shape, head.dtype, head.note, describe(head.shape, head.dtype))
 
     def fail(self, error: EchelonError) -> None:  # noqa: D102
         if self._arrival is not None:
             self._arrival.delivery.fail(error)
             self._arrival = self.delivery = None
 
-    def _open(self, prefix: message_layout.Prefix, begin: int, inbox: Inbox) -> None:
-        start = begin + message_layout.PREFIX_BYTES
-        data = self._memory[start : start + prefix.head_bytes]
+    def _open(self, inlet: Inlet, inbox: Inbox) -> None:
+        """Takes in the record that was found."""
+        start = self._ring + inlet.head
+        data = self._memory[start : start + inlet.head_bytes]
         head = self._head(data)
         if head.num_bytes > self._sizes.inline_bytes:
-            self._open_part(head, prefix, inbox)
+            self._open_part(head, message_layout.Part(inlet.part, inlet.part_bytes), inbox)
             return
         # The peer wrote header and lengths: a payload must end inside its record.
-        payload = message_layout.payload_at(prefix.head_bytes)
-        if payload + head.num_bytes > prefix.record_bytes:
-            raise ProtocolError(f"payload of {head.num_bytes} bytes in a record of {prefix.record_bytes}")
+        if inlet.payload + head.num_bytes > inlet.head - PREFIX_BYTES + inlet.record_bytes:
+            raise ProtocolError(f"payload of {head.num_bytes} bytes in a record of {inlet.record_bytes}")
         # Messages of collectives are not kept: their tag has a new sequence number each time, so none would match.
         if not head.is_signed:
             if len(self._latest) >= _MAX_CACHED:
                 self._latest.clear()
-            self._latest[head.tag] = _Known(head, prefix.encode() + data, prefix.record_bytes, payload)
-        inbox.take_small(head, self._address + begin + payload)
+            self._latest[head.tag] = head, data
+        inbox.take_small(head, inlet.ring + inlet.payload)
 
     def _head(self, data: bytes) -> Head:
         """Decodes a message's header. Cached, as most messages repeat one."""
@@ -229,16 +202,16 @@ class RingReceiver(Receiver):
             self._heads[data] = head
         return head
 
-    def _open_part(self, head: Head, prefix: message_layout.Prefix, inbox: Inbox) -> None:
+    def _open_part(self, head: Head, part: message_layout.Part, inbox: Inbox) -> None:
         size = head.num_bytes
         expected = self._sizes.part_bytes(size)
         # The peer wrote offset and length: both are checked before the arena is read.
-        if prefix.part_bytes != expected or prefix.part % MIN_PART_BYTES or prefix.part + expected > ARENA_BYTES:
-            raise ProtocolError(f"payload of {size} bytes in a part of {prefix.part_bytes} at {prefix.part}")
+        if part.num_bytes != expected or part.start % MIN_PART_BYTES or part.start + expected > ARENA_BYTES:
+            raise ProtocolError(f"payload of {size} bytes in a part of {part.num_bytes} at {part.start}")
         if self._parts is None:
-            self._parts = _Parts(self._post, self._writer)
+            self._parts = _Parts(self._post, self._writer, self._inlet)
         self.delivery = inbox.open(head, comes_whole=expected == size)
-        self._arrival = _Arrival(head, self.delivery, prefix, self._parts, self._pieces)
+        self._arrival = _Arrival(head, self.delivery, part, self._parts, self._pieces)
 
     def _go_on(self, arrival: _Arrival) -> bool:
         drained = arrival.num_drained
@@ -249,7 +222,7 @@ class RingReceiver(Receiver):
             if arrival.num_drained == drained:
                 break
             drained = self._words[self._answers + message_layout.DRAINED] = arrival.num_drained
-            self._post.answer(self._writer)
+            core.answer(self._address)
         if written < arrival.num_pieces or not (arrival.is_whole or arrival.is_copied):
             return False
         self._end(arrival)
@@ -259,13 +232,13 @@ class RingReceiver(Receiver):
         self._arrival = self.delivery = None
         self._pieces += arrival.num_pieces
         assert self._parts is not None
-        delivery, prefix = arrival.delivery, arrival.prefix
+        delivery, part = arrival.delivery, arrival.part
         if arrival.is_copied or delivery.is_dropped:
-            self._parts.free(prefix.part)
+            self._parts.free(part.start)
             delivery.finish()
             return
         try:
-            whole = self._parts.lend(prefix, arrival.head.shape, arrival.head.dtype)
+            whole = self._parts.lend(part, arrival.head.shape, arrival.head.dtype)
         except UnsupportedOp as error:
             delivery.fail(error)
         else:
@@ -275,7 +248,7 @@ class RingReceiver(Receiver):
 class _Parts:
     """Arena that one peer writes for this rank."""
 
-    def __init__(self, at: MessageRegion, writer: int) -> None:
+    def __init__(self, at: MessageRegion, writer: int, inlet: Inlet) -> None:
         self.sizes = at.sizes
         self._window, self._words = at.map_arena(writer, at.number)
         self._line_words = at.words
@@ -283,25 +256,26 @@ class _Parts:
         # Numbers of freed parts. `next` is one step of the interpreter, so a thread that frees needs no lock, not even
         # if it interrupts another one in the same function.
         self._numbers = itertools.count()
-        self._post = at
-        self._writer = writer
+        self._post = at  # with the words and the bell that the inlet refers to
+        self._inlet = inlet
+        self._address = ctypes.addressof(inlet)
         self._process = os.getpid()
         self._lent: dict[int, weakref.ref[Any]] = {}
         add_lender(self)
         self._lent_bytes = 0
         # Parts whose tensors died since, in any thread. Only `lend` counts them, under the backend's lock.
-        self._returned: deque[message_layout.Prefix] = deque()
+        self._returned: deque[message_layout.Part] = deque()
 
     def slot(self, piece: int) -> int:
         """Returns the slot of a piece in its part."""
         return self._words[message_region.SLOT_WORDS + piece % message_region.NUM_SLOT_WORDS]
 
-    def memory(self, start: int, num_bytes: int) -> memoryview:
+    def memory(self, part: message_layout.Part) -> memoryview:
         """Returns the bytes of a part."""
-        begin = message_region.PARTS + start
-        return memoryview(self._window.memory)[begin : begin + num_bytes]
+        begin = message_region.PARTS + part.start
+        return memoryview(self._window.memory)[begin : begin + part.num_bytes]
 
-    def lend(self, prefix: message_layout.Prefix, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def lend(self, part: message_layout.Part, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns a received message as a tensor over its part.
 
         The part is freed when nothing refers to the tensor any more. Returns a copy if the received tensors of this
@@ -311,19 +285,19 @@ class _Parts:
             UnsupportedOp: there is no memory for the copy. The part is free then.
         """
         self._count_returned()
-        memory = self.memory(prefix.part, prefix.part_bytes)
+        memory = self.memory(part)
         with normal_mode():
             tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
         # The sender needs free parts to go on, so a receiver that keeps its messages pays for a copy beyond 256 MiB.
-        if self._lent_bytes + prefix.part_bytes > _MAX_LENT_BYTES:
+        if self._lent_bytes + part.num_bytes > _MAX_LENT_BYTES:
             try:
                 copy = new_tensor(shape, dtype)
                 as_bytes(copy).copy_(as_bytes(tensor))
             finally:
-                self.free(prefix.part)
+                self.free(part.start)
             return copy
-        self._lent_bytes += prefix.part_bytes
-        self._lent[prefix.part] = weakref.ref(memory, lambda _: self._return(prefix))
+        self._lent_bytes += part.num_bytes
+        self._lent[part.start] = weakref.ref(memory, lambda _: self._return(part))
         return tensor
 
     def loans(self) -> list[memoryview]:
@@ -338,17 +312,17 @@ class _Parts:
             number, start // MIN_PART_BYTES
         )
         self._line_words[self._freed] = number + 1
-        self._post.answer(self._writer)
+        core.answer(self._address)
 
-    def _return(self, prefix: message_layout.Prefix) -> None:
+    def _return(self, part: message_layout.Part) -> None:
         """Frees a part when its last tensor dies, in any thread."""
         if os.getpid() != self._process:
             return  # a forked child dropped its private copy; the parent still has the tensor
-        self._returned.append(prefix)
-        self.free(prefix.part)
+        self._returned.append(part)
+        self.free(part.start)
 
     def _count_returned(self) -> None:
         while self._returned:
-            prefix = self._returned.popleft()
-            self._lent_bytes -= prefix.part_bytes
-            self._lent.pop(prefix.part, None)
+            part = self._returned.popleft()
+            self._lent_bytes -= part.num_bytes
+            self._lent.pop(part.start, None)

@@ -6,14 +6,19 @@ send is complete at once. It stays queued only if ring or arena are full, or if 
 
 from __future__ import annotations
 
+import ctypes
+import math
 import mmap
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from echelon._native import Words, copy
+from echelon._native import Code, Words, copy, core, message
 from echelon.backends.formats import message_layout
 from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.backends.formats.wire import Tag
+from echelon.backends.memory import type_of
 from echelon.backends.shared.memory.segment import Window
 from echelon.backends.shared.messages import message_region
 from echelon.backends.shared.messages.message_region import MessageRegion
@@ -121,18 +126,16 @@ class RingSender(Sender):
         """
         self._post = at
         self._reader = reader
-        # Attributes of the region are copied here: `put` is the hot path of small messages.
         self._words = at.words
         self._sizes = at.sizes
         self._inline_bytes = at.sizes.inline_bytes
         self._news = at.news(at.number, reader)
         self._answers = at.answers(at.number, reader)
-        self._memory = at.region.memory
-        self._ring = at.ring(at.number, reader)
-        self._ring_address = at.region.address + self._ring
+        self._outlet = at.outlet(reader)
+        self._address = ctypes.addressof(self._outlet)
         self.queue: SendQueue[_Message] = SendQueue()
         self._waits = False
-        self._records = self._pieces = 0
+        self._pieces = 0
         self._parts = _Parts(at, reader)
 
     def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:  # noqa: D102
@@ -144,6 +147,14 @@ class RingSender(Sender):
 
     def put(self, head: bytes, tensor: torch.Tensor, tag: Tag) -> bool:  # noqa: ARG002, D102
         return not self.queue and tensor.nbytes <= self._inline_bytes and self._put(head, tensor)
+
+    def prepare(  # noqa: D102
+        self, head: bytes, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], int]:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > self._inline_bytes:
+            return super().prepare(head, tag, shape, dtype)
+        return partial(core.send, message(self._address, head, num_bytes, type_of(dtype), shape))
 
     def flush(self) -> None:  # noqa: D102
         self._write_all()
@@ -196,59 +207,24 @@ class RingSender(Sender):
     def _put(self, head: bytes, tensor: torch.Tensor) -> bool:
         """Writes a small message into the ring. False if there is no room."""
         num_bytes = tensor.nbytes
-        size, payload_at, start = message_layout.small_record(head, num_bytes)
-        at = self._room(size)
-        if at is None:
-            return False
-        begin = self._ring + at
-        self._memory[begin : begin + len(start)] = start
-        if num_bytes:
-            # Not torch's `copy_`, which takes a microsecond a call.
-            copy(self._ring_address + at + payload_at, tensor.data_ptr(), num_bytes)
-        # Memory order: the record first, then its counter, then the bell.
-        self._records += size
-        self._words[self._news + message_layout.RECORDS] = self._records
-        self._post.wake(self._reader)
-        return True
+        return bool(core.put(self._address, head, tensor.data_ptr() if num_bytes else 0, num_bytes, 0, 0) == Code.DONE)
 
     def _begin(self, outgoing: _Message) -> bool:
         """Allocates a part for a large message and writes its record into the ring. False if there is no room."""
-        size = message_layout.record_bytes(len(outgoing.head), 0)
         num_bytes = outgoing.tensor.nbytes
         part_bytes = self._sizes.part_bytes(num_bytes)
         part = self._parts.take(part_bytes)
         if part is None:
             return False
-        at = self._room(size)
-        if at is None:
+        # No bell: the first piece follows and rings.
+        if core.put(self._address, outgoing.head, 0, 0, part, part_bytes) != Code.DONE:
             self._parts.give_back(part)
             return False
         outgoing.part = part
         outgoing.has_begun = True
         outgoing.first = self._pieces
         outgoing.slots = message_layout.Slots(self._sizes.num_pieces(part_bytes))
-        prefix = message_layout.Prefix(size, len(outgoing.head), part, part_bytes).encode()
-        begin = self._ring + at
-        self._memory[begin : begin + len(prefix) + len(outgoing.head)] = prefix + outgoing.head
-        self._records += size
-        self._words[self._news + message_layout.RECORDS] = self._records  # no bell: the first piece follows and rings
         return True
-
-    def _room(self, size: int) -> int | None:
-        """Returns the offset of a record of `size` bytes in the ring. None if there is no room.
-
-        Writes a prefix that skips the end of the ring, where that is too short.
-        """
-        place = message_layout.place_for(
-            size, self._records, self._words[self._answers + message_layout.TAKEN], self._sizes.ring_bytes
-        )
-        if place is None:
-            return None
-        if place.skip:
-            at = self._ring + self._sizes.ring_bytes - place.skip
-            self._memory[at : at + message_layout.PREFIX_BYTES] = message_layout.Prefix(place.skip, 0).encode()
-            self._records += place.skip
-        return place.start
 
     def _write_piece(self, outgoing: _Message, slot: int) -> None:
         tensor, piece_bytes = outgoing.tensor, self._sizes.piece_bytes
