@@ -13,8 +13,6 @@
 
 #include "shared.h"
 
-enum { MEETS_ONLY, REDUCES, RECEIVES, EXCHANGES };
-
 static char *part_of(const struct board *board, uint64_t rank) { return board->region + rank * board->rank_bytes; }
 
 static uint64_t *word_of(const struct board *board, uint64_t rank, uint64_t offset) {
@@ -73,7 +71,9 @@ static int wait_for_peers(struct board *board) {
         uint64_t peer = board->peer;
         if (peer == board->rank)
             continue;
-        if (!wait_for(board->waiter, word_of(board, peer, board->tick), board->level, asleep, &board->num_naps))
+        const uint64_t *ticks = word_of(board, peer, board->tick);
+        if (board->is_brief ? !spin_for(board->waiter, ticks, board->level)
+                            : !wait_for(board->waiter, ticks, board->level, asleep, &board->num_naps))
             return WAITING;
         /* Read after the tick, so mark and note are those of the announcement, or the mark says that it is withdrawn. */
         if (board->waits_for_words &&
@@ -148,8 +148,20 @@ int go_on(struct board *board) {
     return board->act == EXCHANGES ? read_blocks(board) : DONE;
 }
 
+/* Whether Python makes a call that calls.c has begun. Then its code is returned in place of another start. */
+static int was_begun(struct board *board, int *code) {
+    if (!board->begun)
+        return 0;
+    *code = (int)board->begun - 1;
+    board->begun = 0;
+    return 1;
+}
+
 int meet(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const uint64_t *words,
          int num_words) {
+    int code;
+    if (was_begun(board, &code))
+        return code;
     announce(board, mark, text, text_bytes, words, num_words);
     return go_on(board);
 }
@@ -160,6 +172,9 @@ static char *own_small(const struct board *board, uint64_t mark) {
 
 int reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes,
            const struct reduction *reduction) {
+    int code;
+    if (was_begun(board, &code))
+        return code;
     PUT(own_small(board, mark), reduction->own, reduction->num_shown);
     announce(board, mark, text, text_bytes, NULL, 0);
     board->act = reduction->count ? REDUCES : MEETS_ONLY;
@@ -175,6 +190,9 @@ int reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_b
 
 int broadcast(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, void *tensor,
               uint64_t num_bytes, uint64_t source) {
+    int code;
+    if (was_begun(board, &code))
+        return code;
     int is_source = source == board->rank;
     if (is_source)
         PUT(own_small(board, mark), tensor, num_bytes);
@@ -188,6 +206,9 @@ int broadcast(struct board *board, uint64_t mark, const char *text, uint64_t tex
 
 int exchange(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const struct plan *plan,
              const char *own, char *target, const uint64_t *words, int num_words) {
+    int code;
+    if (was_begun(board, &code))
+        return code;
     const uint64_t *heads = (const uint64_t *)((const char *)plan + plan->heads);
     char *small = own_small(board, mark);
     PUT(small, (const char *)plan + heads[2 * board->rank], heads[2 * board->rank + 1]);

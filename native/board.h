@@ -11,6 +11,8 @@
 
 enum code { DONE, WAITING, DIFFERS, NOT_SO, CHANGED };
 enum { NUM_WORDS = 14 };
+/* How an operation ends after the meeting. */
+enum act { MEETS_ONLY, REDUCES, RECEIVES, EXCHANGES };
 
 /* Private memory of the rank, made by Python, which fills in the first two groups. All fields have 64 bits. */
 struct board {
@@ -41,6 +43,9 @@ struct board {
     uint64_t source, is_published;
     combine_function combine;
     const struct plan *plan;
+    /* Calls like an earlier one, see calls.c. */
+    uint64_t is_brief;         /* waits end after the spin */
+    uint64_t begun;            /* 1 + code of an operation that was started: whoever starts it next gets this code */
 };
 
 /* Part of a reduction: this rank shows `num_shown` bytes of `own`, and reduces `count` elements from byte `begin` on. */

@@ -7,12 +7,13 @@
 #include <stdbool.h>
 
 #include "board.h"
+#include "calls.h"
 #include "python.h"
 #include "shared.h"
 #include "tensor.h"
 
 /* Raised with each change of a function's arguments or of a struct: echelon._native refuses another one. */
-enum { VERSION = 2, MAX_PARTS = 1024 };
+enum { VERSION = 3, MAX_PARTS = 1024 };
 /* From here on other threads may run meanwhile. */
 enum { LONG_COPY = 256 << 10 };
 
@@ -325,6 +326,11 @@ __attribute__((visibility("default"))) PyMethodDef echelon_methods[] = {
     {"wait_for_mark", call_wait_for_mark, METH_FASTCALL, NULL},
     {"go_on", call_go_on, METH_FASTCALL, NULL},
     {"tick", call_tick, METH_FASTCALL, NULL},
+    {"use_interpreter", use_interpreter, METH_FASTCALL, NULL},
+    {"learn", learn, METH_FASTCALL, NULL},
+    {"run_known", run_known, METH_FASTCALL, NULL},
+    {"list_flights", list_flights, METH_FASTCALL, NULL},
+    {"clear_flights", clear_flights, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

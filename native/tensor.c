@@ -82,5 +82,8 @@ bool view_of(PyObject *object, struct view *view) {
     view->count = count;
     view->dtype = dtype_of(&tensor);
     view->num_bytes = count * tensor.type_lanes * tensor.type_bits / 8;
+    view->type = tensor.type_lanes << 16 | tensor.type_code << 8 | tensor.type_bits;
+    view->num_dims = tensor.ndim;
+    view->shape = tensor.shape;
     return true;
 }

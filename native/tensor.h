@@ -13,6 +13,9 @@ struct view {
     int64_t count;
     int dtype; /* of combine.h; -1 for others */
     int64_t num_bytes;
+    int type; /* DLPack's number of the dtype: code and bits */
+    int num_dims;
+    const int64_t *shape; /* torch's own memory, as long as the tensor is left alone */
 };
 
 /* Takes a capsule "dlpack_exchange_api" and the classes of ordinary tensors. False if this DLPack is another one. */

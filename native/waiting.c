@@ -76,17 +76,22 @@ static bool yield_until(struct waiter *waiter, const uint64_t *word, uint64_t le
     return false;
 }
 
-/* True if `*word` has come to `level`. False after one sleep: the caller looks around and calls again. */
-bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps) {
+bool spin_for(const struct waiter *waiter, const uint64_t *word, uint64_t level) {
     if (LOAD(word, ACQUIRE) >= level)
         return true;
+    for (uint64_t i = 0; i < waiter->spins; i++) {
+        PAUSE();
+        if (LOAD(word, ACQUIRE) >= level)
+            return true;
+    }
+    return false;
+}
+
+/* True if `*word` has come to `level`. False after one sleep: the caller looks around and calls again. */
+bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps) {
+    if (!*num_naps ? spin_for(waiter, word, level) : LOAD(word, ACQUIRE) >= level)
+        return true;
     bool has_come = false;
-    if (!*num_naps)
-        for (uint64_t i = 0; i < waiter->spins; i++) {
-            PAUSE();
-            if (LOAD(word, ACQUIRE) >= level)
-                return true;
-        }
     void *state = LET_GO();
     if (!*num_naps)
         has_come = yield_until(waiter, word, level);

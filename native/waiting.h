@@ -14,6 +14,8 @@ struct waiter {
     uint64_t next_without_yields;
 };
 
+/* True if the word has come to the level within the spin. */
+bool spin_for(const struct waiter *waiter, const uint64_t *word, uint64_t level);
 bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps);
 
 #endif

@@ -17,11 +17,14 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from echelon._native import Act, Target
 from echelon.backends.collective import Collective, CollectiveExecutor, Run
 from echelon.backends.formats import memory_layout
 from echelon.backends.lanes import InOrder
+from echelon.backends.operators import OP_NUMBERS
 from echelon.backends.shared.collectives import moving, reducing
 from echelon.backends.shared.collectives.exchange import Repeated
+from echelon.backends.shared.collectives.native_calls import NativeCalls, Way
 from echelon.backends.shared.collectives.rank_region import RankRegions, Shared
 from echelon.backends.shared.collectives.symmetric import SymmetricMemory
 from echelon.backends.shared.collectives.sync_block import SyncBlock
@@ -77,7 +80,8 @@ class SharedMemoryExecutor(CollectiveExecutor):
         self._context = context
         self._ranks = ranks
         self._rank = rank
-        self._turns = InOrder()
+        self.known = NativeCalls()
+        self._turns = InOrder(self.known.numbers)
         # Set by the first operation, as mapping blocks for the offset from the group's first rank.
         self._shared: Shared | None = None
         # Number of the operation in which this rank stopped half-way. Its ticks no longer match the peers', so no later
@@ -85,8 +89,17 @@ class SharedMemoryExecutor(CollectiveExecutor):
         self._interrupted: int | None = None
 
     def prepare(self, collective: Collective) -> Run:  # noqa: D102
-        run = partial(self._run, _ACTS[collective.kind](collective))
-        return collective.checked(run) if collective.kind == "all_to_all" else run
+        act = _ACTS[collective.kind](collective)
+        run: Run = partial(self._run, act)
+        if collective.kind == "all_to_all":
+            run = collective.checked(run)
+        if find_way := _WAYS.get(collective.kind):
+            self.known.expect(run, partial(find_way, self, collective, act))
+        return run
+
+    def stop(self) -> None:
+        """Has every later operation take the way that checks whether the backend is open."""
+        self.known.numbers.is_stopped = 1
 
     def _run(self, act: _Act, call: OperationRecord, tensor: torch.Tensor | None, out: torch.Tensor | None) -> Any:
         """Runs an operation when its turn has come. Blocks for earlier ones of the group."""
@@ -102,6 +115,7 @@ class SharedMemoryExecutor(CollectiveExecutor):
         except BaseException:
             # KeyboardInterrupt as well: however the operation ended, peers must not read its announcement as valid.
             self._interrupted = self._interrupted or number
+            self.stop()
             if self._shared is not None:
                 # Before the revocation over TCP: a peer that finds it withdrawn waits for the cause and reports no
                 # mismatch.
@@ -130,6 +144,7 @@ class SharedMemoryExecutor(CollectiveExecutor):
         count = len(ranks)
         board = SyncBlock(region, ranks, self._rank, host.waiter, check_liveness)
         symmetric = SymmetricMemory(host.segment, self._rank, count)
+        self.known.open(board)
         self._shared = Shared(
             self._rank, count, host.waiter.is_oversubscribed, board, RankRegions(region, count, self._rank), symmetric
         )
@@ -165,3 +180,18 @@ _ACTS: Mapping[str, Callable[[Collective], _Act]] = {
     "barrier": lambda _: moving.barrier,
     "empty": lambda collective: partial(_allocate, collective),
 }
+
+
+def _way_of_all_reduce(_: SharedMemoryExecutor, collective: Collective, __: _Act) -> Way | None:
+    op = OP_NUMBERS.get(collective.reduction.name)
+    if op is None or collective.num_bytes > memory_layout.SMALL_BYTES:
+        return None
+    size = collective.num_bytes
+    return Way(Act.REDUCES, Target.IN_PLACE, op, size, is_published=True, changes_tensor=True)
+
+
+_WAYS: Mapping[str, Callable[[SharedMemoryExecutor, Collective, _Act], Way | None]] = {
+    "all_reduce": _way_of_all_reduce,
+    "barrier": lambda *_: Way(Act.MEETS_ONLY),
+}
+"""Ways in which the native library runs small collectives."""

@@ -71,7 +71,8 @@ class SyncBlock:
             state.note[number] = memory_layout.note_at(number)
             state.result[number] = memory_layout.result_at(number)
             state.small[number] = memory_layout.small_at(number)
-        self._at = ctypes.addressof(state)
+        self.address = self._at = ctypes.addressof(state)
+        """Of its state in this process, for the native library."""
         # The library compares notes by address: kept until the next note of the same copy takes its place.
         self._texts = [b"", b""]
         self._text = b""
@@ -171,8 +172,8 @@ class SyncBlock:
     def _mark(self, call: OperationRecord) -> int:
         """Returns the word that identifies an operation, which becomes the current one."""
         self._number = number = call.sequence & 1
-        # Identity, not equality: `_encoded` returns the same object for the same note while it is cached.
-        self._text = self._texts[number] = _encoded(call.operation)
+        # Identity, not equality: `encoded` returns the same object for the same note while it is cached.
+        self._text = self._texts[number] = encoded(call.operation)
         # Number, and signature of all calls so far: one comparison of words detects most disagreements.
         return (call.sequence & _LOW_BITS) << 32 | call.signature
 
@@ -187,6 +188,10 @@ class SyncBlock:
             self._look_around(self, peer, lambda tick=tick, level=level: words[tick] >= level, call)  # type: ignore[misc]
             code = core.go_on(self._at)
         return code
+
+    def forget_notes(self) -> None:
+        """Has the next operations write their notes anew: the library compares addresses of texts, and some may end."""
+        self._state.written[0] = self._state.written[1] = 0
 
     def disagreement(self) -> CollectiveMismatch | None:
         """Returns the mismatch with a peer that has announced another operation. None if there is none so far."""
@@ -239,7 +244,7 @@ class SyncBlock:
 
 
 @lru_cache(1024)
-def _encoded(note: str) -> bytes:
+def encoded(note: str) -> bytes:
     """Returns a note as its bytes in memory. The same object for the same note while it is cached."""
     return as_sent(note).encode() + b"\0"
 
