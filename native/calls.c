@@ -31,11 +31,6 @@ static struct {
     long kind;
 } codes[NUM_CODES];
 
-static PyObject *wrong_call(void) {
-    PyErr_SetString(PyExc_TypeError, "wrong number of arguments for the native library");
-    return NULL;
-}
-
 static double seconds(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);

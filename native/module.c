@@ -31,7 +31,7 @@ static bool read_numbers(PyObject *const *arguments, Py_ssize_t count, uint64_t 
     return true;
 }
 
-static PyObject *wrong_call(void) {
+PyObject *wrong_call(void) {
     if (!PyErr_Occurred())
         PyErr_SetString(PyExc_TypeError, "wrong number of arguments for the native library");
     return NULL;
@@ -228,7 +228,7 @@ static PyObject *call_all_reduce(PyObject *self, PyObject *const *arguments, Py_
  * A target of None: this rank reduces nothing. */
 static PyObject *call_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     uint64_t op, shown, begin;
-    struct view view, target = {NULL, 0, 0, 0};
+    struct view view, target = {.data = NULL};
     combine_function combine;
     (void)self;
     if (count != 8 || !read_numbers(arguments + 3, 1, &op) || !read_numbers(arguments + 4, 1, &shown) ||

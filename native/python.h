@@ -69,4 +69,7 @@ PyObject *PyTuple_Pack(Py_ssize_t count, ...);
 PyObject *PyType_FromSpec(PyType_Spec *spec);
 PyObject *PyType_GenericAlloc(PyObject *type, Py_ssize_t count);
 
+/* Of module.c: the error for a call with other arguments. */
+PyObject *wrong_call(void);
+
 #endif

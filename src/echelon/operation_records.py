@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from echelon._native import OBSTACLE, Flights
 from echelon.call_site import OF_FSDP2, Place, kind_of, line_of, place_of_thread, sharded_module
@@ -76,8 +76,9 @@ class LivenessCheck(Protocol):
         ...
 
 
-class KnownOperation(NamedTuple):
-    """Facts of a collective that the native library records."""
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class KnownOperation:
+    """Facts of a collective that the native library records. Two of them are never equal."""
 
     group: str
     context: int
@@ -280,7 +281,8 @@ class FlightRecorder:
         """Returns the record of a collective that the native library has begun and ended."""
         record = OperationRecord.__new__(OperationRecord)
         record._clock, record.watch, record.watched_by = self.clock, None, None
-        record.group, record.context, record.operation, record.num_bytes = known
+        record.group, record.context = known.group, known.context
+        record.operation, record.num_bytes = known.operation, known.num_bytes
         record.sequence, record.signature, record.marks = sequence, signature, ()
         record.place, record.thread, record.error = (code, instruction, ""), thread, ""
         record.started = record.begun = started

@@ -20,7 +20,7 @@ import torch
 
 from echelon import _native
 from echelon.backends.formats import memory_layout
-from echelon.backends.shared.collectives import sync_block
+from echelon.backends.shared.collectives import native_calls, sync_block
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory import segment
 from echelon.backends.shared.memory.segment import Segment
@@ -209,8 +209,10 @@ def boards(path, order, num_ranks, *, crowded=False, stale=lambda _: 0):
     explorer = Explorer(order, num_ranks, stale)
     explored = library(path)
     explored.use(explorer.access)
-    before = sync_block.core, segment.core
-    sync_block.core = segment.core = explored.core
+    users = (sync_block, segment, native_calls, _native)
+    before = [user.core for user in users]
+    for user in users:
+        user.core = explored.core
     made = Segment.create(num_ranks)
 
     def look_around(*_):
@@ -228,5 +230,6 @@ def boards(path, order, num_ranks, *, crowded=False, stale=lambda _: 0):
             blocks.append(SyncBlock(window, range(num_ranks), rank, waiter, look_around))
         yield explorer, blocks
     finally:
-        sync_block.core, segment.core = before
+        for user, core in zip(users, before, strict=True):
+            user.core = core
         made.close()

@@ -1,12 +1,16 @@
 """What simulated ranks do with the native library's boards: each scenario adds programs to an explorer's host."""
 
 import random
+from functools import partial
 
 import torch
 
+from echelon._native import Act, Target
 from echelon.backends.formats import memory_layout
 from echelon.backends.shared.collectives import exchange
+from echelon.backends.shared.collectives.native_calls import NativeCalls, Way
 from echelon.errors import CollectiveMismatch
+from echelon.operation_records import FlightRecorder, KnownOperation
 from tests.helpers.collective_calls import call_of
 from tests.helpers.native_explorer import GaveUp, Race, boards
 from tests.helpers.shared_memory_host import Chance, Stuck
@@ -141,6 +145,87 @@ def ticks(explorer, blocks, seed):
     add_all(explorer, blocks, program)
 
 
+MULTIPLIER = 0x85EBCA6B
+
+
+def known_calls(explorer, blocks, seed):
+    """Ranks repeat calls that the library runs by itself, or begins. Some forget them, and one has other work first."""
+    chance = random.Random(f"known calls {seed}")
+    calls = [chance.choice(("flat", "tall", "broadcast", "barrier", "exchange")) for _ in range(NUM_OPERATIONS)]
+    forgets = [(chance.randrange(len(blocks)), chance.randrange(NUM_OPERATIONS)) for _ in range(2)]
+    count, source = len(blocks), seed % len(blocks)
+    heads = [exchange._head((8,) * count, (1,) * count, owner, 1 << 20) for owner in range(count)]
+
+    def program(board):
+        known, recorder = NativeCalls(), FlightRecorder()
+        known.record_into(recorder)
+        known.open(board)
+        plan = exchange._known(board.rank, heads, range(count), board.rank, True).plan
+        out = torch.zeros(2 * count)
+        sums = Way(Act.REDUCES, Target.IN_PLACE, SUM, 8, changes_tensor=True)
+        ways = {
+            "flat": ("all_reduce", sums, torch.zeros(2), None),
+            "tall": ("all_reduce", sums, torch.zeros(2, 1), None),
+            "broadcast": ("broadcast", Way(Act.RECEIVES, source=source, changes_tensor=True), torch.zeros(2), None),
+            "barrier": ("barrier", Way(Act.MEETS_ONLY), None, None),
+            "exchange": ("exchange", Way(Act.EXCHANGES, plan=plan, changes_out=True), torch.zeros(2 * count), out),
+        }
+        checksums = {name: number for number, name in enumerate(ways)}
+
+        def learn():
+            known.forget()
+            for name, (kind, way, tensor, result) in ways.items():
+                run = partial(print, name)
+                known.expect(run, lambda way=way: way)
+                call = KnownOperation("group", 1, name, 8)
+                assert known.learn(run, call, checksums[name], (kind, -1, "sum"), tensor, result)
+
+        signature = 0
+        for number, name in enumerate(calls, 1):
+            if number == 1 or (board.rank, number) in forgets:
+                learn()
+            kind, _, tensor, result = ways[name]
+            known.numbers.num_marks = 1
+            assert known.run(kind, -1, "sum", tensor, result) is False
+            known.numbers.num_marks = 0
+            if tensor is not None:
+                tensor.copy_(values(number, board.rank, tensor.numel()).view(tensor.shape))
+            done = known.run(kind, -1, "sum", tensor, result)
+            explorer.check()
+            signature = (signature * MULTIPLIER + checksums[name]) & 0xFFFFFFFF
+            assert known.numbers.signature == signature
+            assert done is not False
+            if done is not True:
+                assert (done[0].operation, *done[1:]) == (name, number, signature)
+                go_on(board, call_of(number, name, signature), kind, tensor, result, plan, source)
+                explorer.check()
+                known.numbers.left = number
+            if kind == "all_reduce":
+                assert torch.equal(tensor.view(2), reduced(number, range(count), 2)), f"#{number}: {tensor}"
+            elif kind == "broadcast":
+                assert torch.equal(tensor, values(number, source, 2)), f"#{number}: {tensor}"
+            elif kind == "exchange":
+                mine = slice(2 * board.rank, 2 * board.rank + 2)
+                want = torch.cat([values(number, owner, 2 * count)[mine] for owner in range(count)])
+                assert torch.equal(result, want), f"#{number}: {result}"
+            recorded = [record.sequence for record in recorder.records()]
+            assert (number in recorded) == (done is True)
+
+    add_all(explorer, blocks, program)
+
+
+def go_on(board, call, kind, tensor, out, plan, source):
+    """Makes a call as the group's runner does, after the library has begun it."""
+    if kind == "all_reduce":
+        assert board.all_reduce(call, SUM, tensor.nbytes, tensor)
+    elif kind == "broadcast":
+        assert board.broadcast(call, source, tensor.nbytes, tensor)
+    elif kind == "exchange":
+        assert board.exchange(call, plan, tensor.data_ptr(), out.data_ptr())
+    else:
+        board.meet(call)
+
+
 def disagreements(explorer, blocks, seed):
     """The last operation of rank 1 is another one, by its note or by its number. Both sides are told."""
     told = []
@@ -209,6 +294,8 @@ ALL = {
     "reductions of three": (reductions, 3, {"crowded": True}),
     "exchanges": (exchanges, 2, {}),
     "exchanges of three": (exchanges, 3, {}),
+    "known calls": (known_calls, 2, {}),
+    "known calls of three": (known_calls, 3, {"crowded": True}),
     "ticks": (ticks, 2, {}),
     "disagreements": (disagreements, 2, {}),
     "withdrawals": (withdrawals, 2, {}),

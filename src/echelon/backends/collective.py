@@ -136,20 +136,16 @@ class KnownCalls(ABC):
     @abstractmethod
     def learn(
         self, run: Run, call: KnownOperation, checksum: int, key: tuple[str, int, str], tensor: Tensor | None, out: Any
-    ) -> None:
-        """Takes over a collective that the runner has run, if it is such a one.
+    ) -> bool:
+        """Takes over a collective that the runner has run. False if it is not for this.
 
         Args:
             run: the function that has run it.
-            call: describes it in records.
+            call: describes it in records. Not kept once the collective is forgotten.
             checksum: of its note, for the signature.
             key: kind, root and op, as the program gave it.
             tensor, out: of this rank.
         """
-
-    @abstractmethod
-    def run_of(self, call: KnownOperation) -> Run:
-        """Returns the function that goes on with a call that has begun."""
 
 
 class CollectiveExecutor(ABC):

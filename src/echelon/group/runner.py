@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -102,6 +103,7 @@ class CollectiveRunner:
             self._known.record_into(backend.flight_recorder)
         # Guards the sequence number, signature and marks, which must advance together. Held for no other work.
         self._numbering = threading.Lock()
+        self._learnt: WeakKeyDictionary[KnownOperation, Prepared] = WeakKeyDictionary()
         self._numbers = Calls() if self._known is None else self._known.numbers
         # Begins with the members, so ranks that made the group with other members differ from its first operation on.
         self._numbers.signature = zlib.crc32(repr(list(ranks)).encode())
@@ -216,29 +218,32 @@ class CollectiveRunner:
                 result = self._run(prepared, record, tensor, out, seconds, None)
                 if self._known is not None and in_splits is out_splits is None:
                     known = KnownOperation(self.name, self._context, prepared.note, prepared.num_bytes)
-                    self._known.learn(prepared.run, known, prepared.checksum, (kind, root, op), tensor, out)
+                    if self._known.learn(prepared.run, known, prepared.checksum, (kind, root, op), tensor, out):
+                        self._learnt[known] = prepared
                 return result
         prepared, values, around = self._check(kind, tensor, op, root, in_splits, out_splits, out, writes)
         changed = [tensor] if tensor is not None and (changes or writes) else []
         return self.start(prepared, values, out, async_op, timeout, changed, around)
 
-    def go_on(self, begun: Any, tensor: Tensor | None, out: Tensor | None) -> None:
-        """Goes on with a collective that `run_known` has begun. Blocks, and raises, as `call`.
+    def go_on(self, begun: Any, tensor: Tensor | None, out: Tensor | None) -> Any:
+        """Goes on with a collective that `run_known` has begun. Returns, blocks and raises as `call`.
 
         Args:
             begun: result of `run_known`.
             tensor, out: its arguments.
         """
         known, sequence, signature = begun
-        assert self._known is not None
-        prepared = Prepared(known.operation, 0, known.num_bytes, self._known.run_of(known))
+        prepared = self._learnt[known]
         record = self._recorder.begin(
             known.group, self._context, sequence, signature, known.operation, known.num_bytes, (), self._watched_by
         )
         record.begun = record.started
-        tensor = None if tensor is None else outside_autograd(tensor)
-        out = None if out is None else outside_autograd(out)
-        self._run(prepared, record, tensor, out, self.timeout, None)
+        values = None if tensor is None else outside_autograd(tensor)
+        if out is not None:
+            self._run(prepared, record, values, outside_autograd(out), self.timeout, None)
+            return out
+        # Without `out` these are the collectives in place, and those without a result here.
+        return None if self._run(prepared, record, values, None, self.timeout, None) is None else tensor
 
     def _check(
         self,

@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-from echelon._native import copy
+from echelon._native import Act, copy
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import as_bytes, copy_contiguous
+from echelon.backends.shared.collectives.native_calls import Way
 from echelon.backends.shared.collectives.rank_region import Shared, SmallBuffers
 from echelon.backends.shared.collectives.streaming import pass_by, stream
 from echelon.backends.shared.collectives.symmetric import SymmetricView
@@ -284,6 +285,8 @@ class Repeated:
 
     def __init__(self) -> None:
         self._known: _Known | None = None
+        self.way: Way | None = None
+        """Way in which the library runs it without Python. None if there is none."""
 
     def run(
         self,
@@ -309,7 +312,9 @@ class Repeated:
         """
         whole, sizes, facts, unread = shown
         known = self._known
-        if known is not None and known.head is _head(sizes, facts, unread, memory_layout.SHOWN_BYTES):
+        head = _head(sizes, facts, unread, memory_layout.SHOWN_BYTES)
+        # Mostly the same object, as it is cached.
+        if known is not None and (known.head is head or known.head == head):
             result = make_result(known.heads)
             reach = shared.symmetric.reach(whole)
             own = whole.data_ptr() if whole is not None else 0
@@ -322,7 +327,14 @@ class Repeated:
         result = make_result(exchange.heads)
         exchange.collect(result, owners, number)
         is_read = result is not None
-        self._known = _known(shared.rank, exchange.heads, owners if is_read else (), number, whole is not None)
+        now = _known(shared.rank, exchange.heads, owners if is_read else (), number, whole is not None)
+        if known is not None and (now is None or now.plan != known.plan):
+            shared.known.forget()
+        self._known = now
+        # With symmetric memory ranks announce where their tensors are.
+        self.way = (
+            None if now is None or shared.symmetric.count else Way(Act.EXCHANGES, plan=now.plan, changes_out=is_read)
+        )
         return result
 
 

@@ -57,7 +57,7 @@ class NativeCalls(KnownCalls):
         self.numbers = Calls()
         self.run = _never
         self._ways: WeakKeyDictionary[Run, Callable[[], Way | None]] = WeakKeyDictionary()
-        self._kept: dict[int, tuple[object, ...]] = {}
+        self._kept: list[tuple[object, ...]] = []
         self._board: SyncBlock | None = None
         self._ring: Flights | None = None
 
@@ -82,11 +82,11 @@ class NativeCalls(KnownCalls):
 
     def learn(  # noqa: D102
         self, run: Run, call: KnownOperation, checksum: int, key: tuple[str, int, str], tensor: Tensor | None, out: Any
-    ) -> None:
+    ) -> bool:
         find_way = self._ways.get(run)
         way = None if find_way is None else find_way()
-        if way is None or not self.numbers.board:
-            return
+        if way is None or way.changes_out != (out is not None) or not self.numbers.board:
+            return False
         if len(self._kept) >= _MAX_KNOWN:
             self.forget()
         kind, root, op = key
@@ -108,12 +108,12 @@ class NativeCalls(KnownCalls):
             changes_out=way.changes_out,
             object=id(call),
         )
-        if core.learn(ctypes.addressof(self.numbers), ctypes.addressof(known), kind, root, op, tensor, out):
-            self._kept[id(call)] = known, call, run, text, plan, kind, op
-
-    def run_of(self, call: KnownOperation) -> Run:  # noqa: D102
-        run: Run = self._kept[id(call)][2]  # type: ignore[assignment]
-        return run
+        address = ctypes.addressof(known)
+        has_learnt: bool = core.learn(ctypes.addressof(self.numbers), address, kind, root, op, tensor, out)
+        if has_learnt:
+            # Not `run`: a cycle would keep the group's memory mapped after the group.
+            self._kept.append((known, call, text, plan, kind, op))
+        return has_learnt
 
     def forget(self) -> None:
         """Forgets all calls: they take the runner's way once more."""
@@ -128,7 +128,7 @@ def _never(*_: object) -> bool:
 
 
 def _address_of(text: bytes) -> int:
-    address = ctypes.cast(text, ctypes.c_void_p).value
+    address = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value
     assert address is not None
     return address
 

@@ -8,6 +8,7 @@ import torch
 
 from echelon._native import copy
 from echelon.backends.formats import memory_layout
+from echelon.backends.shared.collectives.native_calls import NativeCalls
 from echelon.backends.shared.collectives.symmetric import SymmetricMemory
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory.segment import Window, words_of
@@ -139,3 +140,5 @@ class Shared(NamedTuple):
     board: SyncBlock
     rooms: RankRegions
     symmetric: SymmetricMemory
+    known: NativeCalls
+    """Collectives that the native library runs by itself. To be forgotten when their way changes."""

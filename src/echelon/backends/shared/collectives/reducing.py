@@ -118,7 +118,9 @@ def reduce_scatter(
     if tensor.nbytes <= memory_layout.SMALL_BYTES:
         op = OP_NUMBERS.get(operator.name)
         # Fast path, as in `small_all_reduce`.
-        if op is not None and shared.board.reduce(call, op, tensor.nbytes, tensor, _begin(tensor, rank, count), result):
+        if op is not None and shared.board.reduce(
+            call, op, tensor.nbytes, tensor, begin_of(tensor.shape, tensor.nbytes, rank, count), result
+        ):
             return result
         _show(shared, call, tensor)
         combine_in_order(result, shared.rooms.small_parts(call.sequence, tensor.shape, tensor.dtype)[rank], operator)
@@ -138,13 +140,13 @@ def reduce_scatter(
     return result
 
 
-def _begin(tensor: torch.Tensor, rank: int, count: int) -> int:
+def begin_of(shape: torch.Size, num_bytes: int, rank: int, count: int) -> int:
     """Returns the offset of a rank's part of a contiguous tensor, in bytes, split as torch.tensor_split does."""
-    num_rows = len(tensor)
+    num_rows = shape[0]
     if not num_rows:
         return 0
     rows, rest = divmod(num_rows, count)
-    return (rank * rows + min(rank, rest)) * (tensor.nbytes // num_rows)
+    return (rank * rows + min(rank, rest)) * (num_bytes // num_rows)
 
 
 def _reduce_shown_to(shared: Shared, call: OperationRecord, tensor: torch.Tensor, dst: int, operator: Operator) -> None:
