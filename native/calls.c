@@ -185,10 +185,12 @@ static void write_down(struct flights *flights, struct flight flight) {
     drop(before.code);
 }
 
-/* False for a tensor without memory of its own too: it tells an offset in place of an address. */
+/* False for two kinds that Python looks at: complex numbers, which may be lazy conjugates, and tensors without memory of
+ * their own, which tell an offset in place of an address. */
 static bool view_argument(PyObject *argument, struct view *view) {
     *view = (struct view){.type = -1};
-    return argument == objects[NONE] || (view_of(argument, view) && (uintptr_t)view->data > FAR_ADDRESS);
+    return argument == objects[NONE] ||
+           (view_of(argument, view) && !view->is_complex && (uintptr_t)view->data > FAR_ADDRESS);
 }
 
 /* run_known(kind, root, op, tensor, out), with the address of `struct calls` as self. True: it is done. False: nothing was

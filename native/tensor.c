@@ -22,7 +22,7 @@ struct dl_exchange {
     int (*tensor_from_object)(void *object, struct dl_tensor *tensor);
 };
 
-enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5 };
 
 static const struct dl_exchange *exchange;
 static PyObject *classes[2];
@@ -83,6 +83,7 @@ bool view_of(PyObject *object, struct view *view) {
     view->dtype = dtype_of(&tensor);
     view->num_bytes = count * tensor.type_lanes * tensor.type_bits / 8;
     view->type = tensor.type_lanes << 16 | tensor.type_code << 8 | tensor.type_bits;
+    view->is_complex = tensor.type_code == DL_COMPLEX;
     view->num_dims = tensor.ndim;
     view->shape = tensor.shape;
     return true;

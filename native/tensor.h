@@ -14,6 +14,7 @@ struct view {
     int dtype; /* of combine.h; -1 for others */
     int64_t num_bytes;
     int type; /* DLPack's number of the dtype: code and bits */
+    bool is_complex;
     int num_dims;
     const int64_t *shape; /* torch's own memory, as long as the tensor is left alone */
 };
