@@ -276,6 +276,23 @@ static PyObject *call_broadcast(PyObject *self, PyObject *const *arguments, Py_s
                                      (uint64_t)PyBytes_Size(arguments[2]), view.data, more[1], more[0]));
 }
 
+/* play(board, program, op, dtype's tensor, address of own data, address of the target): TO_COMBINE if Python combines. */
+static PyObject *call_play(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint64_t numbers[3], op, address;
+    struct view view = {.dtype = -1};
+    (void)self;
+    if (count != 6 || !read_numbers(arguments, 1, &address) || !read_numbers(arguments + 2, 1, &op) ||
+        !read_numbers(arguments + 4, 2, numbers))
+        return wrong_call();
+    char *program = PyBytes_AsString(arguments[1]);
+    if (!program)
+        return NULL;
+    bool is_known = view_of(arguments[3], &view) && view.dtype >= 0;
+    return PyLong_FromLong(play((struct board *)address, (const struct program *)program, (const char *)numbers[0],
+                                (char *)numbers[1], is_known ? find_combine((int)op, view.dtype) : NULL,
+                                is_known ? size_of(view.dtype) : 0));
+}
+
 static PyObject *call_wait_for_all(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     uint64_t numbers[2];
     (void)self;
@@ -322,6 +339,7 @@ __attribute__((visibility("default"))) PyMethodDef echelon_methods[] = {
     {"reduce", call_reduce, METH_FASTCALL, NULL},
     {"exchange", call_exchange, METH_FASTCALL, NULL},
     {"broadcast", call_broadcast, METH_FASTCALL, NULL},
+    {"play", call_play, METH_FASTCALL, NULL},
     {"wait_for_all", call_wait_for_all, METH_FASTCALL, NULL},
     {"wait_for_mark", call_wait_for_mark, METH_FASTCALL, NULL},
     {"go_on", call_go_on, METH_FASTCALL, NULL},

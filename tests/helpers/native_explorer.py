@@ -89,6 +89,8 @@ class Explorer:
         self.gave_up = set()
         """Ranks that gave up. From then on sleeps end by themselves, as after 20 ms, and the sleepers look around."""
         self._names = ctypes.c_uint64
+        self.window = None
+        """Region that all ranks map."""
         self.error = None
         self.marks = set()
         """Numbers from MARK on that the library called with: a test plants such calls."""
@@ -223,6 +225,7 @@ def boards(path, order, num_ranks, *, crowded=False, stale=lambda _: 0):
     try:
         size = num_ranks * memory_layout.ROOM_BYTES
         window = made.map(made.allocate(size), size)
+        explorer.window = window
         blocks = []
         for rank in range(num_ranks):
             waiter = SpinThenSleep(1000 if crowded else 1)

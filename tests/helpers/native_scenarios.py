@@ -7,8 +7,10 @@ import torch
 
 from echelon._native import Act, Target
 from echelon.backends.formats import memory_layout
-from echelon.backends.shared.collectives import exchange
+from echelon.backends.operators import operator
+from echelon.backends.shared.collectives import exchange, streaming
 from echelon.backends.shared.collectives.native_calls import NativeCalls, Way
+from echelon.backends.shared.collectives.rank_region import RankRegions, Shared
 from echelon.errors import CollectiveMismatch
 from echelon.operation_records import FlightRecorder, KnownOperation
 from tests.helpers.collective_calls import call_of
@@ -226,6 +228,50 @@ def go_on(board, call, kind, tensor, out, plan, source):
         board.meet(call)
 
 
+def programs(explorer, blocks, seed):
+    """Ranks play large operations through slots of 64 bytes; some reductions are Python's."""
+    count = len(blocks)
+    chance = random.Random(f"programs {seed}")
+    kinds = [chance.choice(("pieces", "to one", "parts", "shares", "moves")) for _ in range(3)]
+    ops = [operator(chance.choice(("sum", "product")), torch.float64) for _ in kinds]
+    lengths = [150 * count if kind == "shares" else chance.choice((40, 44, 52)) for kind in kinds]
+
+    def program(board):
+        rank = board.rank
+        rooms = RankRegions(explorer.window, count, rank)
+        shared = Shared(rank, count, False, board, rooms, None, None)
+        for number, (kind, op, length) in enumerate(zip(kinds, ops, lengths, strict=True), 1):
+            own = values(number, rank, length).double()
+            whole = torch.stack([values(number, peer, length) for peer in range(count)]).double()
+            total = whole.sum(0) if op.name == "sum" else whole.prod(0)
+            call = call_of(number, kind)
+            board.meet(call)
+            explorer.check()
+            target, want = own, total
+            if kind in ("pieces", "to one"):
+                readers = tuple(range(count)) if kind == "pieces" else (number % count,)
+                made = streaming.pieces(rank, count, 64, own.nbytes, 8, readers)
+                want = total if rank in readers else own.clone()
+            elif kind == "parts":
+                made = streaming.parts(rank, count, 64, own.nbytes, 8)
+            elif kind == "shares":
+                sizes = tuple(part.nbytes for part in own.tensor_split(count))
+                made = streaming.shares(rank, 1024, sizes, 8)
+                target, want = torch.zeros(sizes[rank] // 8).double(), total.tensor_split(count)[rank]
+            else:
+                source = number % count
+                shown, wanted = ((0, 0, own.nbytes),), ((source, 0, 0, own.nbytes),)
+                made = streaming.moves(
+                    rank, 64, 1, own.nbytes, shown if rank == source else (), () if rank == source else wanted
+                )
+                target, want = own if rank == source else torch.zeros(length).double(), whole[source]
+            streaming.play(shared, call, made, own, target, op)
+            explorer.check()
+            assert torch.equal(target, want), f"#{number}, {kind}({op.name}): {target}"
+
+    add_all(explorer, blocks, program)
+
+
 def disagreements(explorer, blocks, seed):
     """The last operation of rank 1 is another one, by its note or by its number. Both sides are told."""
     told = []
@@ -296,6 +342,8 @@ ALL = {
     "exchanges of three": (exchanges, 3, {}),
     "known calls": (known_calls, 2, {}),
     "known calls of three": (known_calls, 3, {"crowded": True}),
+    "programs": (programs, 2, {}),
+    "programs of three": (programs, 3, {"crowded": True}),
     "ticks": (ticks, 2, {}),
     "disagreements": (disagreements, 2, {}),
     "withdrawals": (withdrawals, 2, {}),

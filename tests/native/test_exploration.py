@@ -260,6 +260,31 @@ MUTATIONS = [
     Mutation(
         "an announcement that is not compared", "board.c", "if (board->waits_for_words &&", "if (0 &&", "disagreements"
     ),
+    # large operations
+    Mutation("a wait left out of a program", "board.c", "if (step->kind == WAITS_FOR) {", "if (0) {", "programs"),
+    Mutation("a wait of a program that is one tick too short", "board.c", "1 + needs;", "needs;", "programs"),
+    Mutation(
+        "a step that is made twice",
+        "board.c",
+        "            if (code != DONE)\n                return code;\n        } else if (step->kind == TICKS)",
+        "            if (code != DONE) {\n                board->step--;\n                return code;\n            }\n"
+        "        } else if (step->kind == TICKS)",
+        "programs",
+    ),
+    Mutation(
+        "values of other elements",
+        "board.c",
+        "part_of(board, pairs[0])) + pairs[1];",
+        "part_of(board, pairs[0]));",
+        "programs",
+    ),
+    Mutation(
+        "a peer left out in a step",
+        "board.c",
+        "        board->peer = 0;\n        board->level = board->announced + 1 + needs;",
+        "        board->level = board->announced + 1 + needs;",
+        "programs of three",
+    ),
     # calls like an earlier one
     Mutation("an operation that is begun twice", "board.c", "if (!board->begun)", "if (1)", "known calls"),
     Mutation("a begun operation that is begun for ever", "board.c", "    board->begun = 0;\n", "", "known calls"),

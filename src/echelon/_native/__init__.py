@@ -52,6 +52,8 @@ class Code:
     """The tensor, or the reduction, is not for this function. Nothing was done."""
     CHANGED = 4
     """All ranks have met, and a rank has other blocks than before. Nothing was read."""
+    TO_COMBINE = 5
+    """The next step of the program is a reduction that the library does not have."""
 
 
 class Waiter(ctypes.Structure):
@@ -79,7 +81,8 @@ class Board(ctypes.Structure):
         ("written", ctypes.c_uint64 * 2),
         *((name, ctypes.c_uint64) for name in ("waits_for_words", "peer", "level", "num_naps")),
         *((name, ctypes.c_uint64) for name in ("act", "own", "target", "num_bytes", "count")),
-        *((name, ctypes.c_uint64) for name in ("source", "is_published", "combine", "plan", "is_brief", "begun")),
+        *((name, ctypes.c_uint64) for name in ("source", "is_published", "combine", "plan", "program", "step")),
+        *((name, ctypes.c_uint64) for name in ("itemsize", "has_set_out", "is_brief", "is_free", "begun")),
     )
     if TYPE_CHECKING:
         region: int
@@ -102,6 +105,7 @@ class Board(ctypes.Structure):
         written: ctypes.Array[ctypes.c_uint64]
         peer: int
         level: int
+        step: int
 
 
 class Act:

@@ -25,9 +25,9 @@ import torch
 from echelon._native import Act, copy
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import as_bytes, copy_contiguous
+from echelon.backends.shared.collectives import streaming
 from echelon.backends.shared.collectives.native_calls import Way
 from echelon.backends.shared.collectives.rank_region import Shared, SmallBuffers
-from echelon.backends.shared.collectives.streaming import pass_by, stream
 from echelon.backends.shared.collectives.symmetric import SymmetricView
 from echelon.errors import ProtocolError
 from echelon.operation_records import OperationRecord
@@ -236,35 +236,23 @@ class Exchange(NamedTuple):
 
     def _stream(self, targets: dict[int, torch.Tensor], number: int) -> None:
         """Sends the blocks through the slots, side by side, each in a lane of every slot."""
-        rank, heads, rooms = self.shared.rank, self.heads, self.shared.rooms
-        num_lanes = max(1, max(head.num_lanes for head in heads))
-        # Lanes begin at cache lines and are the same on all ranks, from the rank with the most blocks.
-        width = rooms.slot_bytes // num_lanes // _ALIGNMENT * _ALIGNMENT
-        shown = [
-            (heads[rank].lane(n) * width, block.data_ptr(), block.nbytes)
-            for n, block in enumerate(self._own_blocks())
-            if n != heads[rank].unread
-        ]
-        wanted = [
-            (owner, heads[owner].lane(number) * width, target.data_ptr(), target.nbytes)
+        shared, heads, whole = self.shared, self.heads, self.whole
+        head = heads[shared.rank]
+        shown = tuple(
+            (head.lane(n), head.offsets[n], size)
+            for n, size in enumerate(head.sizes if whole is not None else ())
+            if n != head.unread
+        )
+        base = min((target.data_ptr() for target in targets.values()), default=0)
+        wanted = tuple(
+            (owner, heads[owner].lane(number), target.data_ptr() - base, target.nbytes)
             for owner, target in targets.items()
-        ]
-
-        def write(piece: int, slot: int) -> None:
-            place, begin = rooms.slot_at(rank, slot), piece * width
-            for lane, block, size in shown:
-                if begin < size:
-                    copy(place + lane, block + begin, min(width, size - begin))
-
-        def read(piece: int, slot: int) -> None:
-            begin = piece * width
-            for owner, lane, target, size in wanted:
-                if begin < size:
-                    copy(target + begin, rooms.slot_at(owner, slot) + lane, min(width, size - begin))
-
-        # All ranks run as many pieces as the longest block needs: their ticks have to match.
+        )
+        num_lanes = max(1, max(head.num_lanes for head in heads))
         longest = max((size for head in heads for size in head.read_sizes()), default=0)
-        stream(self.shared, self.call, -(-longest // width), write if shown else pass_by, read if wanted else pass_by)
+        program = streaming.moves(shared.rank, shared.rooms.slot_bytes, num_lanes, longest, shown, wanted)
+        first = min(targets.values(), key=torch.Tensor.data_ptr, default=None)
+        streaming.play(shared, self.call, program, whole, first)
 
 
 class _Known(NamedTuple):

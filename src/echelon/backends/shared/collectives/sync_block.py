@@ -15,9 +15,10 @@ from functools import lru_cache
 
 import torch
 
-from echelon._native import Board, Code, core
+from echelon._native import OPS, Board, Code, core
 from echelon.backends.formats import memory_layout
 from echelon.backends.formats.wire import as_sent
+from echelon.backends.operators import OP_NUMBERS, Operator
 from echelon.backends.shared.memory.segment import Window, words_of
 from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.errors import CollectiveMismatch
@@ -151,6 +152,29 @@ class SyncBlock:
         if code:
             self._finish(code, call)
         return True
+
+    def play(
+        self,
+        call: OperationRecord,
+        program: bytes,
+        own: torch.Tensor | None,
+        target: torch.Tensor | None,
+        operator: Operator | None,
+    ) -> int:
+        """Plays a program after `meet`, see `streaming.play`. Returns DONE, or TO_COMBINE before step `step`."""
+        op = len(OPS) if operator is None else OP_NUMBERS.get(operator.name, len(OPS))
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (own, target)]
+        return self._finish(core.play(self._at, program, op, own, *addresses), call)
+
+    @property
+    def step(self) -> int:
+        """Number of the step before which the library has stopped."""
+        return self._state.step
+
+    def play_on(self, call: OperationRecord) -> int:
+        """Goes on behind that step, which the caller has done. Returns as `play`."""
+        self._state.step += 1
+        return self._finish(core.go_on(self._at), call)
 
     def withdraw(self, call: OperationRecord) -> None:
         """Withdraws the announcement of an operation that this rank gives up."""
