@@ -260,7 +260,7 @@ class FlightRecorder:
         return tuple(flight.record() for flight in self._all() if not flight.is_internal)
 
     def _all(self) -> list[OperationRecord]:
-        """Returns all operations in the order of their beginnings, those of the native library among the others."""
+        """Returns all operations, the native library's included, in the order in which they began."""
         # A copy: iterating a deque fails while another thread appends.
         flights = list(self._flights.copy())
         if self._ring is not None and (natives := [self._ended(*entry) for entry in self._ring.entries()]):

@@ -132,7 +132,7 @@ def _combine(
 def pieces(
     rank: int, num_ranks: int, slot_bytes: int, num_bytes: int, itemsize: int, readers: tuple[int, ...]
 ) -> bytes:
-    """Returns a program in which each rank writes its pieces, and the `readers` reduce those of all ranks."""
+    """Returns a program in which each rank writes its pieces, and the `readers` reduce the pieces of all."""
     writer = Writer(rank, slot_bytes)
     sizes = _sizes(num_bytes, slot_bytes)
 
