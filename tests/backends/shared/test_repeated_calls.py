@@ -101,11 +101,16 @@ def repeat_every_kind(group):
             got = call()
             assert want is None if got is None else got.tolist() == want, f"{kind}, #{time}: {got}"
         del runner.call
+    num_known = len(runner._known._kept)
+    assert num_known == len(calls)
+    for _ in range(5):
+        group.barrier(timeout=5.0)
+    assert len(runner._known._kept) == num_known
     changed = both._version
     group.all_gather(rows, both)
     assert both._version == changed + 1
     records = group.backend.flight_recorder.records()
-    assert [record.sequence for record in records] == list(range(1, 4 * len(calls) + 2))
+    assert [record.sequence for record in records] == list(range(1, 4 * len(calls) + 7))
     assert {record.place.rpartition(":")[0] for record in records} == {__file__}
     # Rank 1 has one row more than the last times: rank 0 learns that in the meeting.
     more = torch.arange(4.0 + rank)

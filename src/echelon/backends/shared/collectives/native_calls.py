@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class NativeCalls(KnownCalls):
         self.run = _never
         self._ways: WeakKeyDictionary[Run, Callable[[], Way | None]] = WeakKeyDictionary()
         self._kept: list[tuple[object, ...]] = []
+        self._learnt: set[tuple[object, ...]] = set()
         self._board: SyncBlock | None = None
         self._ring: Flights | None = None
 
@@ -83,6 +84,10 @@ class NativeCalls(KnownCalls):
     def learn(  # noqa: D102
         self, run: Run, call: KnownOperation, checksum: int, key: tuple[str, int, str], tensor: Tensor | None, out: Any
     ) -> bool:
+        # A call that takes another way for its own reasons, such as a timeout, is not learnt again and again.
+        known_by = ref(run), key[2], None if out is None else out.shape
+        if known_by in self._learnt:
+            return False
         find_way = self._ways.get(run)
         way = None if find_way is None else find_way()
         if way is None or way.changes_out != (out is not None) or not self.numbers.board:
@@ -111,6 +116,7 @@ class NativeCalls(KnownCalls):
         address = ctypes.addressof(known)
         has_learnt: bool = core.learn(ctypes.addressof(self.numbers), address, kind, root, op, tensor, out)
         if has_learnt:
+            self._learnt.add(known_by)
             # Not `run`: a cycle would keep the group's memory mapped after the group.
             self._kept.append((known, call, text, plan, kind, op))
         return has_learnt
@@ -121,6 +127,7 @@ class NativeCalls(KnownCalls):
         if self._board is not None:
             self._board.forget_notes()
         self._kept.clear()
+        self._learnt.clear()
 
 
 def _never(*_: object) -> bool:
