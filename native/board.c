@@ -13,8 +13,6 @@
 
 #include "shared.h"
 
-enum { MEETS_ONLY, REDUCES, RECEIVES, EXCHANGES };
-
 static char *part_of(const struct board *board, uint64_t rank) { return board->region + rank * board->rank_bytes; }
 
 static uint64_t *word_of(const struct board *board, uint64_t rank, uint64_t offset) {
@@ -73,7 +71,10 @@ static int wait_for_peers(struct board *board) {
         uint64_t peer = board->peer;
         if (peer == board->rank)
             continue;
-        if (!wait_for(board->waiter, word_of(board, peer, board->tick), board->level, asleep, &board->num_naps))
+        const uint64_t *ticks = word_of(board, peer, board->tick);
+        if (board->is_brief ? !spin_for(board->waiter, ticks, board->level)
+                            : !wait_for(board->waiter, ticks, board->level, asleep, &board->num_naps,
+                                        !board->is_free))
             return WAITING;
         /* Read after the tick, so mark and note are those of the announcement, or the mark says that it is withdrawn. */
         if (board->waits_for_words &&
@@ -137,7 +138,65 @@ static int read_blocks(struct board *board) {
     return DONE;
 }
 
+static void combine_parts(const struct board *board, const struct step *step) {
+    const uint64_t *pairs = (const uint64_t *)(board->program->steps + board->program->num_steps);
+    const void *sources[board->num_ranks];
+    pairs += 2 * step->combine.first_source;
+    for (uint64_t peer = 0; peer < board->num_ranks; peer++, pairs += 2) {
+        sources[peer] = (pairs[0] == board->rank ? board->own : part_of(board, pairs[0])) + pairs[1];
+        if (pairs[0] != board->rank)
+            READS(sources[peer], step->combine.count * board->itemsize);
+    }
+    board->combine(board->target + step->combine.to, sources, board->num_ranks, step->combine.count);
+}
+
+static int wait_in_step(struct board *board, uint64_t needs) {
+    if (!board->has_set_out) {
+        board->peer = 0;
+        board->level = board->announced + 1 + needs;
+        board->num_naps = 0;
+        board->has_set_out = 1;
+    }
+    int code = wait_for_peers(board);
+    board->has_set_out = code != DONE;
+    return code;
+}
+
+static int play_steps(struct board *board) {
+    for (; board->step < board->program->num_steps; board->step++) {
+        const struct step *step = board->program->steps + board->step;
+        char *own_part = part_of(board, board->rank);
+        if (step->kind == WAITS_FOR) {
+            int code = wait_in_step(board, step->needs);
+            if (code != DONE)
+                return code;
+        } else if (step->kind == TICKS)
+            tick(board);
+        else if (step->kind == PUTS)
+            PUT(own_part + step->put.to, board->own + step->put.from, step->put.num_bytes);
+        else if (step->kind == GETS)
+            GET(board->target + step->get.to, part_of(board, step->get.owner) + step->get.from, step->get.num_bytes);
+        else if (!board->combine)
+            return TO_COMBINE;
+        else
+            combine_parts(board, step);
+    }
+    return DONE;
+}
+
+static int play_on(struct board *board) {
+    /* Other threads may run meanwhile: it takes 50 us and more. */
+    void *state = LET_GO();
+    board->is_free = 1;
+    int code = play_steps(board);
+    board->is_free = 0;
+    TAKE(state);
+    return code;
+}
+
 int go_on(struct board *board) {
+    if (board->act == PLAYS)
+        return play_on(board);
     int code = wait_for_peers(board);
     if (code != DONE)
         return code;
@@ -148,8 +207,20 @@ int go_on(struct board *board) {
     return board->act == EXCHANGES ? read_blocks(board) : DONE;
 }
 
+/* Whether Python makes a call that calls.c has begun. Then its code is returned in place of another start. */
+static int was_begun(struct board *board, int *code) {
+    if (!board->begun)
+        return 0;
+    *code = (int)board->begun - 1;
+    board->begun = 0;
+    return 1;
+}
+
 int meet(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const uint64_t *words,
          int num_words) {
+    int code;
+    if (was_begun(board, &code))
+        return code;
     announce(board, mark, text, text_bytes, words, num_words);
     return go_on(board);
 }
@@ -160,6 +231,9 @@ static char *own_small(const struct board *board, uint64_t mark) {
 
 int reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes,
            const struct reduction *reduction) {
+    int code;
+    if (was_begun(board, &code))
+        return code;
     PUT(own_small(board, mark), reduction->own, reduction->num_shown);
     announce(board, mark, text, text_bytes, NULL, 0);
     board->act = reduction->count ? REDUCES : MEETS_ONLY;
@@ -175,6 +249,9 @@ int reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_b
 
 int broadcast(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, void *tensor,
               uint64_t num_bytes, uint64_t source) {
+    int code;
+    if (was_begun(board, &code))
+        return code;
     int is_source = source == board->rank;
     if (is_source)
         PUT(own_small(board, mark), tensor, num_bytes);
@@ -188,6 +265,9 @@ int broadcast(struct board *board, uint64_t mark, const char *text, uint64_t tex
 
 int exchange(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const struct plan *plan,
              const char *own, char *target, const uint64_t *words, int num_words) {
+    int code;
+    if (was_begun(board, &code))
+        return code;
     const uint64_t *heads = (const uint64_t *)((const char *)plan + plan->heads);
     char *small = own_small(board, mark);
     PUT(small, (const char *)plan + heads[2 * board->rank], heads[2 * board->rank + 1]);
@@ -198,6 +278,20 @@ int exchange(struct board *board, uint64_t mark, const char *text, uint64_t text
     board->plan = plan;
     board->own = own;
     board->target = target;
+    return go_on(board);
+}
+
+int play(struct board *board, const struct program *program, const char *own, char *target, combine_function combine,
+         uint64_t itemsize) {
+    board->program = program;
+    board->step = 0;
+    board->has_set_out = 0;
+    board->waits_for_words = 0;
+    board->act = PLAYS;
+    board->own = own;
+    board->target = target;
+    board->combine = combine;
+    board->itemsize = itemsize;
     return go_on(board);
 }
 
@@ -213,5 +307,5 @@ int wait_for_all(struct board *board, uint64_t num_ticks) {
 int wait_for_mark(struct board *board) {
     uint64_t *mark = word_of(board, board->peer, board->mark[board->number]);
     uint64_t *asleep = word_of(board, board->rank, board->asleep);
-    return wait_for(board->waiter, mark, 1, asleep, &board->num_naps) ? DONE : WAITING;
+    return wait_for(board->waiter, mark, 1, asleep, &board->num_naps, true) ? DONE : WAITING;
 }

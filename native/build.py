@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("module.c", "message_calls.c", "messages.c", "tensor.c", "board.c", "waiting.c", "combine.c")
+SOURCES = ("module.c", "calls.c", "message_calls.c", "messages.c", "tensor.c", "board.c", "waiting.c", "combine.c")
 ZIG = "ziglang==0.17.1"
 """Requirement of a build without a compiler. Pinned: versions differ in their code, and some were yanked."""
 # zig would compile for this very processor. x86_64_v2 is what every machine of the last 15 years has.

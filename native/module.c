@@ -7,13 +7,14 @@
 #include <stdbool.h>
 
 #include "board.h"
+#include "calls.h"
 #include "module.h"
 #include "python.h"
 #include "shared.h"
 #include "tensor.h"
 
 /* Raised with each change of a function's arguments or of a struct: echelon._native refuses another one. */
-enum { VERSION = 3, MAX_PARTS = 1024 };
+enum { VERSION = 4, MAX_PARTS = 1024 };
 /* From here on other threads may run meanwhile. */
 enum { LONG_COPY = 256 << 10 };
 
@@ -228,7 +229,7 @@ static PyObject *call_all_reduce(PyObject *self, PyObject *const *arguments, Py_
  * A target of None: this rank reduces nothing. */
 static PyObject *call_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     uint64_t op, shown, begin;
-    struct view view, target = {0};
+    struct view view, target = {.data = NULL};
     combine_function combine;
     (void)self;
     if (count != 8 || !read_numbers(arguments + 3, 1, &op) || !read_numbers(arguments + 4, 1, &shown) ||
@@ -274,6 +275,23 @@ static PyObject *call_broadcast(PyObject *self, PyObject *const *arguments, Py_s
         return PyLong_FromLong(NOT_SO);
     return PyLong_FromLong(broadcast((struct board *)numbers[0], numbers[1], text,
                                      (uint64_t)PyBytes_Size(arguments[2]), view.data, more[1], more[0]));
+}
+
+/* play(board, program, op, dtype's tensor, address of own data, address of the target): TO_COMBINE if Python combines. */
+static PyObject *call_play(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint64_t numbers[3], op, address;
+    struct view view = {.dtype = -1};
+    (void)self;
+    if (count != 6 || !read_numbers(arguments, 1, &address) || !read_numbers(arguments + 2, 1, &op) ||
+        !read_numbers(arguments + 4, 2, numbers))
+        return wrong_call();
+    char *program = PyBytes_AsString(arguments[1]);
+    if (!program)
+        return NULL;
+    bool is_known = view_of(arguments[3], &view) && view.dtype >= 0;
+    return PyLong_FromLong(play((struct board *)address, (const struct program *)program, (const char *)numbers[0],
+                                (char *)numbers[1], is_known ? find_combine((int)op, view.dtype) : NULL,
+                                is_known ? size_of(view.dtype) : 0));
 }
 
 static PyObject *call_wait_for_all(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
@@ -322,11 +340,17 @@ __attribute__((visibility("default"))) PyMethodDef echelon_methods[] = {
     {"reduce", call_reduce, METH_FASTCALL, NULL},
     {"exchange", call_exchange, METH_FASTCALL, NULL},
     {"broadcast", call_broadcast, METH_FASTCALL, NULL},
+    {"play", call_play, METH_FASTCALL, NULL},
     {"wait_for_all", call_wait_for_all, METH_FASTCALL, NULL},
     {"wait_for_mark", call_wait_for_mark, METH_FASTCALL, NULL},
     {"go_on", call_go_on, METH_FASTCALL, NULL},
     {"tick", call_tick, METH_FASTCALL, NULL},
     MESSAGE_METHODS,
+    {"use_interpreter", use_interpreter, METH_FASTCALL, NULL},
+    {"learn", learn, METH_FASTCALL, NULL},
+    {"run_known", run_known, METH_FASTCALL, NULL},
+    {"list_flights", list_flights, METH_FASTCALL, NULL},
+    {"clear_flights", clear_flights, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

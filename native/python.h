@@ -43,6 +43,7 @@ extern PyObject *PyExc_TypeError;
 void Py_IncRef(PyObject *object);
 void Py_DecRef(PyObject *object);
 PyObject *PyBool_FromLong(long value);
+PyObject *Py_BuildValue(const char *format, ...);
 char *PyBytes_AsString(PyObject *bytes);
 Py_ssize_t PyBytes_Size(PyObject *bytes);
 void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
@@ -53,14 +54,24 @@ PyThreadState *PyEval_SaveThread(void);
 void PyEval_RestoreThread(PyThreadState *state);
 PyObject *PyLong_FromLong(long value);
 PyObject *PyLong_FromUnsignedLongLong(unsigned long long value);
+long PyLong_AsLong(PyObject *number);
 Py_ssize_t PyLong_AsSsize_t(PyObject *number);
 unsigned long long PyLong_AsUnsignedLongLong(PyObject *number);
+int PyList_Append(PyObject *list, PyObject *object);
+PyObject *PyList_New(Py_ssize_t count);
+void *PyLong_AsVoidPtr(PyObject *number);
 PyObject *PyObject_CallFunctionObjArgs(PyObject *callable, ...);
 void PyObject_Free(void *memory);
+PyObject *PyObject_GetAttr(PyObject *object, PyObject *name);
 PyObject *PyObject_GetAttrString(PyObject *object, const char *name);
 int PyObject_IsTrue(PyObject *object);
 PyObject *PyObject_Type(PyObject *object);
+unsigned long PyThread_get_thread_ident(void);
+PyObject *PyTuple_Pack(Py_ssize_t count, ...);
 PyObject *PyType_FromSpec(PyType_Spec *spec);
 PyObject *PyType_GenericAlloc(PyObject *type, Py_ssize_t count);
+
+/* Of module.c: the error for a call with other arguments. */
+PyObject *wrong_call(void);
 
 #endif

@@ -22,7 +22,7 @@ struct dl_exchange {
     int (*tensor_from_object)(void *object, struct dl_tensor *tensor);
 };
 
-enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5 };
 
 static const struct dl_exchange *exchange;
 static PyObject *classes[2], *is_neg;
@@ -84,6 +84,7 @@ bool view_of(PyObject *object, struct view *view) {
     view->dtype = dtype_of(&tensor);
     view->num_bytes = count * tensor.type_lanes * tensor.type_bits / 8;
     view->type = tensor.type_lanes == 1 ? (uint64_t)tensor.type_code << 8 | tensor.type_bits : 0;
+    view->is_complex = tensor.type_code == DL_COMPLEX;
     view->num_dims = (uint64_t)tensor.ndim;
     view->shape = tensor.shape;
     return true;

@@ -14,8 +14,9 @@ struct view {
     int dtype; /* of combine.h; -1 for others */
     int64_t num_bytes;
     uint64_t type; /* DLPack's code and number of bits; 0 for vectors of several lanes */
+    bool is_complex;
     uint64_t num_dims;
-    const int64_t *shape; /* valid as long as the tensor keeps it */
+    const int64_t *shape; /* torch's own memory, as long as the tensor is left alone */
 };
 
 /* Takes a capsule "dlpack_exchange_api" and the classes of ordinary tensors. False if this DLPack is another one. */

@@ -87,18 +87,24 @@ static bool yield_until(struct waiter *waiter, const uint64_t *word, uint64_t le
     return false;
 }
 
-/* True if `*word` has come to `level`. False after one sleep: the caller looks around and calls again. */
-bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps) {
+bool spin_for(const struct waiter *waiter, const uint64_t *word, uint64_t level) {
     if (LOAD(word, ACQUIRE) >= level)
         return true;
+    for (uint64_t i = 0; i < waiter->spins; i++) {
+        PAUSE();
+        if (LOAD(word, ACQUIRE) >= level)
+            return true;
+    }
+    return false;
+}
+
+/* True if `*word` has come to `level`. False after one sleep: the caller looks around and calls again. */
+bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps,
+              bool has_lock) {
+    if (!*num_naps ? spin_for(waiter, word, level) : LOAD(word, ACQUIRE) >= level)
+        return true;
     bool has_come = false;
-    if (!*num_naps)
-        for (uint64_t i = 0; i < waiter->spins; i++) {
-            PAUSE();
-            if (LOAD(word, ACQUIRE) >= level)
-                return true;
-        }
-    void *state = LET_GO();
+    void *state = has_lock ? LET_GO() : NULL;
     if (!*num_naps)
         has_come = yield_until(waiter, word, level);
     if (!has_come) {
@@ -110,7 +116,8 @@ bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint6
         STORE(asleep, 0, RELAXED);
         has_come = LOAD(word, ACQUIRE) >= level;
     }
-    TAKE(state);
+    if (state)
+        TAKE(state);
     *num_naps = has_come ? 0 : *num_naps + 1;
     return has_come;
 }

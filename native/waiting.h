@@ -14,7 +14,11 @@ struct waiter {
     uint64_t next_without_yields;
 };
 
-bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps);
+/* True if the word has come to the level within the spin. */
+bool spin_for(const struct waiter *waiter, const uint64_t *word, uint64_t level);
+/* `has_lock`: whether the caller holds the interpreter's lock, which is let go of after the spin. */
+bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps,
+              bool has_lock);
 
 /* Nanoseconds of a clock that never goes back. */
 uint64_t now(void);

@@ -45,6 +45,7 @@ PRIVATE_NAMES = (
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._get_accelerator",
     "torch._C._get_dispatch_mode",
+    "torch._C._increment_version",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._set_throw_on_mutable_data_ptr",
     "torch._C._storage_Use_Count",

@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
+from types import CodeType
 from typing import Literal, Protocol
 
+from echelon._native import OBSTACLE, Flights
 from echelon.call_site import OF_FSDP2, Place, kind_of, line_of, place_of_thread, sharded_module
 
 CAPACITY = 1000
@@ -72,6 +74,17 @@ class LivenessCheck(Protocol):
     def look(self, peer: int, has_come: Callable[[], bool]) -> None:
         """Queries a rank. Raises CollectiveMismatch if it will never make the awaited call."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class KnownOperation:
+    """Facts of a collective that the native library records. Two of them are never equal."""
+
+    group: str
+    context: int
+    operation: str
+    """Text that ranks compare."""
+    num_bytes: int
 
 
 class OperationRecord:
@@ -184,6 +197,13 @@ class FlightRecorder:
         """Returns the time, in seconds."""
         self._flights: deque[OperationRecord] = deque(maxlen=CAPACITY)
         self._latest: dict[int, OperationRecord] = {}
+        self._ring: Flights | None = None
+
+    def ring(self) -> Flights | None:
+        """Returns the ring of collectives that the native library runs. None if its times would not fit these."""
+        if self._ring is None and self.clock is time.monotonic and not OBSTACLE:
+            self._ring = Flights()
+        return self._ring
 
     def begin(
         self,
@@ -237,16 +257,49 @@ class FlightRecorder:
 
     def records(self) -> tuple[FlightRecord, ...]:
         """Returns the recorded operations of the user, the oldest first."""
+        return tuple(flight.record() for flight in self._all() if not flight.is_internal)
+
+    def _all(self) -> list[OperationRecord]:
+        """Returns all operations, the native library's included, in the order in which they began."""
         # A copy: iterating a deque fails while another thread appends.
-        return tuple(flight.record() for flight in self._flights.copy() if not flight.is_internal)
+        flights = list(self._flights.copy())
+        if self._ring is not None and (natives := [self._ended(*entry) for entry in self._ring.entries()]):
+            flights = sorted([*flights, *natives], key=lambda flight: flight.started)[-CAPACITY:]
+        return flights
+
+    def _ended(
+        self,
+        known: KnownOperation,
+        code: CodeType,
+        instruction: int,
+        sequence: int,
+        signature: int,
+        thread: int,
+        started: float,
+        ended: float,
+    ) -> OperationRecord:
+        """Returns the record of a collective that the native library has begun and ended."""
+        record = OperationRecord.__new__(OperationRecord)
+        record._clock, record.watch, record.watched_by = self.clock, None, None
+        record.group, record.context = known.group, known.context
+        record.operation, record.num_bytes = known.operation, known.num_bytes
+        record.sequence, record.signature, record.marks = sequence, signature, ()
+        record.place, record.thread, record.error = (code, instruction, ""), thread, ""
+        record.started = record.begun = started
+        record.ended = ended
+        return record
 
     def latest(self, context: int) -> OperationRecord | None:
         """Returns the last collective called on a group. None if there was none."""
-        return self._latest.get(context)
+        latest = self._latest.get(context)
+        for flight in reversed(self._all() if self._ring is not None else ()):
+            if flight.context == context and flight.sequence > (0 if latest is None else latest.sequence):
+                return flight
+        return latest
 
     def find(self, context: int, sequence: int) -> OperationRecord | None:
         """Returns a collective by its number. None if it was not called yet, or has left the ring."""
-        flights = reversed(self._flights.copy())
+        flights = reversed(self._all())
         return next((flight for flight in flights if flight.context == context and flight.sequence == sequence), None)
 
     def under_way(self) -> list[OperationRecord]:
@@ -257,9 +310,10 @@ class FlightRecorder:
         """Describes the current activity of this rank, as the end of a sentence about it."""
         if under_way := self.under_way():
             return f"in {' and '.join(map(str, under_way[-2:]))}"
-        if not self._flights:
+        flights = self._all()
+        if not flights:
             return "before its first operation"
-        last = self._flights[-1]
+        last = flights[-1]
         now = line_of(place_of_thread(last.thread))
         past = "before its first operation" if last.is_internal else f"past {last}"
         return f"{past}, " + (f"now at {now}" if now else "at the end of its program")

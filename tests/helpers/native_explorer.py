@@ -20,7 +20,7 @@ import torch
 
 from echelon import _native
 from echelon.backends.formats import memory_layout
-from echelon.backends.shared.collectives import sync_block
+from echelon.backends.shared.collectives import native_calls, sync_block
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory import segment
 from echelon.backends.shared.memory.segment import Segment
@@ -90,6 +90,8 @@ class Explorer:
         self.gave_up = set()
         """Ranks that gave up. From then on sleeps end by themselves, as after 20 ms, and the sleepers look around."""
         self._names = ctypes.c_uint64
+        self.window = None
+        """Region that all ranks map."""
         self.error = None
         self.marks = set()
         """Numbers from MARK on that the library called with: a test plants such calls."""
@@ -227,8 +229,10 @@ def boards(path, order, num_ranks, *, crowded=False, stale=lambda _: 0):
     explorer = Explorer(order, num_ranks, stale)
     explored = library(path)
     explored.use(explorer.access)
-    before = sync_block.core, segment.core
-    sync_block.core = segment.core = explored.core
+    users = (sync_block, segment, native_calls, _native)
+    before = [user.core for user in users]
+    for user in users:
+        user.core = explored.core
     made = Segment.create(num_ranks)
 
     def look_around(*_):
@@ -239,6 +243,7 @@ def boards(path, order, num_ranks, *, crowded=False, stale=lambda _: 0):
     try:
         size = num_ranks * memory_layout.ROOM_BYTES
         window = made.map(made.allocate(size), size)
+        explorer.window = window
         blocks = []
         for rank in range(num_ranks):
             waiter = SpinThenSleep(1000 if crowded else 1)
@@ -246,5 +251,6 @@ def boards(path, order, num_ranks, *, crowded=False, stale=lambda _: 0):
             blocks.append(SyncBlock(window, range(num_ranks), rank, waiter, look_around))
         yield explorer, blocks
     finally:
-        sync_block.core, segment.core = before
+        for user, core in zip(users, before, strict=True):
+            user.core = core
         made.close()

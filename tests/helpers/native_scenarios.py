@@ -1,12 +1,18 @@
 """What simulated ranks do with the native library's boards: each scenario adds programs to an explorer's host."""
 
 import random
+from functools import partial
 
 import torch
 
+from echelon._native import Act, Target
 from echelon.backends.formats import memory_layout
-from echelon.backends.shared.collectives import exchange
+from echelon.backends.operators import operator
+from echelon.backends.shared.collectives import exchange, streaming
+from echelon.backends.shared.collectives.native_calls import NativeCalls, Way
+from echelon.backends.shared.collectives.rank_region import RankRegions, Shared
 from echelon.errors import CollectiveMismatch
+from echelon.operation_records import FlightRecorder, KnownOperation
 from tests.helpers.collective_calls import call_of
 from tests.helpers.native_explorer import GaveUp, Race, boards
 from tests.helpers.task_host import Chance, Stuck
@@ -141,6 +147,131 @@ def ticks(explorer, blocks, seed):
     add_all(explorer, blocks, program)
 
 
+MULTIPLIER = 0x85EBCA6B
+
+
+def known_calls(explorer, blocks, seed):
+    """Ranks repeat calls that the library runs by itself, or begins. Some forget them, and one has other work first."""
+    chance = random.Random(f"known calls {seed}")
+    calls = [chance.choice(("flat", "tall", "broadcast", "barrier", "exchange")) for _ in range(NUM_OPERATIONS)]
+    forgets = [(chance.randrange(len(blocks)), chance.randrange(NUM_OPERATIONS)) for _ in range(2)]
+    count, source = len(blocks), seed % len(blocks)
+    heads = [exchange._head((8,) * count, (1,) * count, owner, 1 << 20) for owner in range(count)]
+
+    def program(board):
+        known, recorder = NativeCalls(), FlightRecorder()
+        known.record_into(recorder)
+        known.open(board)
+        plan = exchange._known(board.rank, heads, range(count), board.rank, True).plan
+        out = torch.zeros(2 * count)
+        sums = Way(Act.REDUCES, Target.IN_PLACE, SUM, 8, changes_tensor=True)
+        ways = {
+            "flat": ("all_reduce", sums, torch.zeros(2), None),
+            "tall": ("all_reduce", sums, torch.zeros(2, 1), None),
+            "broadcast": ("broadcast", Way(Act.RECEIVES, source=source, changes_tensor=True), torch.zeros(2), None),
+            "barrier": ("barrier", Way(Act.MEETS_ONLY), None, None),
+            "exchange": ("exchange", Way(Act.EXCHANGES, plan=plan, changes_out=True), torch.zeros(2 * count), out),
+        }
+        checksums = {name: number for number, name in enumerate(ways)}
+
+        def learn():
+            known.forget()
+            for name, (kind, way, tensor, result) in ways.items():
+                run = partial(print, name)
+                known.expect(run, lambda way=way: way)
+                call = KnownOperation("group", 1, name, 8)
+                assert known.learn(run, call, checksums[name], (kind, -1, "sum"), tensor, result)
+
+        signature = 0
+        for number, name in enumerate(calls, 1):
+            if number == 1 or (board.rank, number) in forgets:
+                learn()
+            kind, _, tensor, result = ways[name]
+            known.numbers.num_marks = 1
+            assert known.run(kind, -1, "sum", tensor, result) is False
+            known.numbers.num_marks = 0
+            if tensor is not None:
+                tensor.copy_(values(number, board.rank, tensor.numel()).view(tensor.shape))
+            done = known.run(kind, -1, "sum", tensor, result)
+            explorer.check()
+            signature = (signature * MULTIPLIER + checksums[name]) & 0xFFFFFFFF
+            assert known.numbers.signature == signature
+            assert done is not False
+            if done is not True:
+                assert (done[0].operation, *done[1:]) == (name, number, signature)
+                go_on(board, call_of(number, name, signature), kind, tensor, result, plan, source)
+                explorer.check()
+                known.numbers.left = number
+            if kind == "all_reduce":
+                assert torch.equal(tensor.view(2), reduced(number, range(count), 2)), f"#{number}: {tensor}"
+            elif kind == "broadcast":
+                assert torch.equal(tensor, values(number, source, 2)), f"#{number}: {tensor}"
+            elif kind == "exchange":
+                mine = slice(2 * board.rank, 2 * board.rank + 2)
+                want = torch.cat([values(number, owner, 2 * count)[mine] for owner in range(count)])
+                assert torch.equal(result, want), f"#{number}: {result}"
+            recorded = [record.sequence for record in recorder.records()]
+            assert (number in recorded) == (done is True)
+
+    add_all(explorer, blocks, program)
+
+
+def go_on(board, call, kind, tensor, out, plan, source):
+    """Makes a call as the group's runner does, after the library has begun it."""
+    if kind == "all_reduce":
+        assert board.all_reduce(call, SUM, tensor.nbytes, tensor)
+    elif kind == "broadcast":
+        assert board.broadcast(call, source, tensor.nbytes, tensor)
+    elif kind == "exchange":
+        assert board.exchange(call, plan, tensor.data_ptr(), out.data_ptr())
+    else:
+        board.meet(call)
+
+
+def programs(explorer, blocks, seed):
+    """Ranks play large operations through slots of 64 bytes; some reductions are Python's."""
+    count = len(blocks)
+    chance = random.Random(f"programs {seed}")
+    kinds = [chance.choice(("pieces", "to one", "parts", "shares", "moves")) for _ in range(3)]
+    ops = [operator(chance.choice(("sum", "product")), torch.float64) for _ in kinds]
+    lengths = [150 * count if kind == "shares" else chance.choice((40, 44, 52)) for kind in kinds]
+
+    def program(board):
+        rank = board.rank
+        rooms = RankRegions(explorer.window, count, rank)
+        shared = Shared(rank, count, False, board, rooms, None, None)
+        for number, (kind, op, length) in enumerate(zip(kinds, ops, lengths, strict=True), 1):
+            own = values(number, rank, length).double()
+            whole = torch.stack([values(number, peer, length) for peer in range(count)]).double()
+            total = whole.sum(0) if op.name == "sum" else whole.prod(0)
+            call = call_of(number, kind)
+            board.meet(call)
+            explorer.check()
+            target, want = own, total
+            if kind in ("pieces", "to one"):
+                readers = tuple(range(count)) if kind == "pieces" else (number % count,)
+                made = streaming.pieces(rank, count, 64, own.nbytes, 8, readers)
+                want = total if rank in readers else own.clone()
+            elif kind == "parts":
+                made = streaming.parts(rank, count, 64, own.nbytes, 8)
+            elif kind == "shares":
+                sizes = tuple(part.nbytes for part in own.tensor_split(count))
+                made = streaming.shares(rank, 1024, sizes, 8)
+                target, want = torch.zeros(sizes[rank] // 8).double(), total.tensor_split(count)[rank]
+            else:
+                source = number % count
+                shown, wanted = ((0, 0, own.nbytes),), ((source, 0, 0, own.nbytes),)
+                made = streaming.moves(
+                    rank, 64, 1, own.nbytes, shown if rank == source else (), () if rank == source else wanted
+                )
+                target, want = own if rank == source else torch.zeros(length).double(), whole[source]
+            streaming.play(shared, call, made, own, target, op)
+            explorer.check()
+            assert torch.equal(target, want), f"#{number}, {kind}({op.name}): {target}"
+
+    add_all(explorer, blocks, program)
+
+
 def disagreements(explorer, blocks, seed):
     """The last operation of rank 1 is another one, by its note or by its number. Both sides are told."""
     told = []
@@ -209,6 +340,10 @@ ALL = {
     "reductions of three": (reductions, 3, {"crowded": True}),
     "exchanges": (exchanges, 2, {}),
     "exchanges of three": (exchanges, 3, {}),
+    "known calls": (known_calls, 2, {}),
+    "known calls of three": (known_calls, 3, {"crowded": True}),
+    "programs": (programs, 2, {}),
+    "programs of three": (programs, 3, {"crowded": True}),
     "ticks": (ticks, 2, {}),
     "disagreements": (disagreements, 2, {}),
     "withdrawals": (withdrawals, 2, {}),

@@ -52,7 +52,7 @@ def test_every_function_of_the_protocol_is_explored(tmp_path):
         names.append(match[1])
         return f"{match[0]}\n    explore({MARK + len(names) - 1}, 0, 0, 0);"
 
-    for file in ("board.c", "waiting.c", "messages.c"):
+    for file in ("board.c", "waiting.c", "calls.c", "messages.c"):
         text = (folder / file).read_text()
         begin = text.index("#endif\n") if file == "waiting.c" else 0
         marked = re.sub(r"^\w[^\n;]*?(\w+)\([^;{]*\) \{$", mark, text[begin:], flags=re.MULTILINE)
@@ -65,7 +65,7 @@ def test_every_function_of_the_protocol_is_explored(tmp_path):
     for name in ("stream, with cores", "flood", "long notes"):
         for seed in range(10):
             seen |= shared_memory_scenarios.play(path, name, Chance(seed), seed).marks
-    assert len(names) > 25
+    assert len(names) > 45
     assert [name for number, name in enumerate(names) if MARK + number not in seen] == []
 
 
@@ -103,15 +103,15 @@ MUTATIONS = [
     Mutation(
         "a tick loaded relaxed at once",
         "waiting.c",
-        "if (LOAD(word, ACQUIRE) >= level)\n        return true;",
-        "if (LOAD(word, RELAXED) >= level)\n        return true;",
+        "level) {\n    if (LOAD(word, ACQUIRE) >= level)\n        return true;",
+        "level) {\n    if (LOAD(word, RELAXED) >= level)\n        return true;",
         "all-reduces",
     ),
     Mutation(
         "a tick loaded relaxed while spinning",
         "waiting.c",
-        "PAUSE();\n            if (LOAD(word, ACQUIRE) >= level)",
-        "PAUSE();\n            if (LOAD(word, RELAXED) >= level)",
+        "PAUSE();\n        if (LOAD(word, ACQUIRE) >= level)",
+        "PAUSE();\n        if (LOAD(word, RELAXED) >= level)",
         "all-reduces",
     ),
     Mutation(
@@ -266,6 +266,44 @@ MUTATIONS = [
     Mutation(
         "an announcement that is not compared", "board.c", "if (board->waits_for_words &&", "if (0 &&", "disagreements"
     ),
+    # large operations
+    Mutation("a wait left out of a program", "board.c", "if (step->kind == WAITS_FOR) {", "if (0) {", "programs"),
+    Mutation("a wait of a program that is one tick too short", "board.c", "1 + needs;", "needs;", "programs"),
+    Mutation(
+        "a step that is made twice",
+        "board.c",
+        "            if (code != DONE)\n                return code;\n        } else if (step->kind == TICKS)",
+        "            if (code != DONE) {\n                board->step--;\n                return code;\n            }\n"
+        "        } else if (step->kind == TICKS)",
+        "programs",
+    ),
+    Mutation(
+        "values of other elements",
+        "board.c",
+        "part_of(board, pairs[0])) + pairs[1];",
+        "part_of(board, pairs[0]));",
+        "programs",
+    ),
+    Mutation(
+        "a peer left out in a step",
+        "board.c",
+        "        board->peer = 0;\n        board->level = board->announced + 1 + needs;",
+        "        board->level = board->announced + 1 + needs;",
+        "programs of three",
+    ),
+    # calls like an earlier one
+    Mutation("an operation that is begun twice", "board.c", "if (!board->begun)", "if (1)", "known calls"),
+    Mutation("a begun operation that is begun for ever", "board.c", "    board->begun = 0;\n", "", "known calls"),
+    Mutation("a begun operation that counts as done", "calls.c", "if (outcome != DONE) {", "if (0) {", "known calls"),
+    Mutation("an end that is not told", "calls.c", "    calls->left = flight.sequence;\n", "", "known calls"),
+    Mutation("a number that is used twice", "calls.c", "++calls->sequence", "calls->sequence + 1", "known calls"),
+    Mutation(
+        "a signature of one call alone", "calls.c", "calls->signature * MULTIPLIER +", "0 * MULTIPLIER +", "known calls"
+    ),
+    Mutation("a call that overtakes marks", "calls.c", " && !calls->num_marks", "", "known calls"),
+    Mutation("a tensor of another shape", "calls.c", "key->num_dims != view->num_dims", "0", "known calls"),
+    Mutation("a call of another kind", "calls.c", "known->kind == kind &&", "", "known calls"),
+    Mutation("a record of another call", "calls.c", "flights->count++", "flights->count", "known calls"),
     Mutation(
         "a broadcast read before the meeting",
         "board.c",

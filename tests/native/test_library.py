@@ -135,16 +135,25 @@ def test_a_processor_without_a_library_is_refused(monkeypatch):
     assert support.obstacle() == "the native library was not built"
 
 
-@pytest.mark.parametrize("struct", [_native.Board, _native.Waiter])
-def test_the_structs_are_those_of_the_sources(struct, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "struct"),
+    {
+        "board": _native.Board,
+        "waiter": _native.Waiter,
+        "calls": _native.Calls,
+        "known_call": _native.KnownCall,
+        "flights": _native._Flights,
+        "flight": _native._Flight,
+    }.items(),
+)
+def test_the_structs_are_those_of_the_sources(name, struct, tmp_path):
     compiler = BUILD["system_compiler"]()
     if compiler is None:
         pytest.skip("it needs a C compiler of the system")
-    name = struct.__name__.lower()
     lines = [f'printf("%zu ", offsetof(struct {name}, {field}));' for field, *_ in struct._fields_]
     source = tmp_path / "offsets.c"
     source.write_text(
-        f'#include <stdio.h>\n#include "board.h"\nint main(void) {{ {" ".join(lines)} '
+        f'#include <stdio.h>\n#include "calls.h"\nint main(void) {{ {" ".join(lines)} '
         f'printf("%zu", sizeof(struct {name})); return 0; }}\n'
     )
     program = tmp_path / "offsets"

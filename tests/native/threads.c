@@ -47,7 +47,7 @@ static void *run(void *argument) {
     return NULL;
 }
 
-static void play(int ranks, int crowded) {
+static void run_all(int ranks, int crowded) {
     pthread_t threads[MAX_RANKS];
     num_ranks = ranks;
     is_crowded = crowded;
@@ -98,7 +98,7 @@ int main(void) {
     check_combine();
     for (int ranks = 2; ranks <= MAX_RANKS; ranks++)
         for (int crowded = 0; crowded < 2; crowded++)
-            play(ranks, crowded);
+            run_all(ranks, crowded);
     printf("all right with pages of %ld bytes\n", sysconf(_SC_PAGESIZE));
     return 0;
 }

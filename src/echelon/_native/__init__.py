@@ -16,6 +16,7 @@ import platform
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 VARIABLE = "ECHELON_NATIVE"
 """Environment variable that turns the library off if it is "0"."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
-_VERSION = 3
+_VERSION = 4
 # In a folder of its own: beside modules it would look like one.
 _PATH = Path(__file__).with_name("library") / f"core-{platform.machine()}.so"
 
@@ -52,6 +53,8 @@ class Code:
     """The tensor, or the reduction, is not for this function. Nothing was done."""
     CHANGED = 4
     """All ranks have met, and a rank has other blocks than before. Nothing was read."""
+    TO_COMBINE = 5
+    """The next step of the program is a reduction that the library does not have."""
 
 
 class Waiter(ctypes.Structure):
@@ -79,7 +82,8 @@ class Board(ctypes.Structure):
         ("written", ctypes.c_uint64 * 2),
         *((name, ctypes.c_uint64) for name in ("waits_for_words", "peer", "level", "num_naps")),
         *((name, ctypes.c_uint64) for name in ("act", "own", "target", "num_bytes", "count")),
-        *((name, ctypes.c_uint64) for name in ("source", "is_published", "combine", "plan")),
+        *((name, ctypes.c_uint64) for name in ("source", "is_published", "combine", "plan", "program", "step")),
+        *((name, ctypes.c_uint64) for name in ("itemsize", "has_set_out", "is_brief", "is_free", "begun")),
     )
     if TYPE_CHECKING:
         region: int
@@ -99,8 +103,93 @@ class Board(ctypes.Structure):
         announced: int
         number: int
         mark_now: int
+        written: ctypes.Array[ctypes.c_uint64]
         peer: int
         level: int
+        step: int
+
+
+class Act:
+    """Ways in which a small collective runs: `enum act`."""
+
+    MEETS_ONLY, REDUCES, RECEIVES, EXCHANGES = range(4)
+
+
+class Target:
+    """Places of a reduction's result: `enum target`."""
+
+    NONE, IN_PLACE, INTO_OUT = range(3)
+
+
+class Calls(ctypes.Structure):
+    """`struct calls`: numbers of a group's calls on one rank. Python's code moves them too, while it sets `is_held`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in ("sequence", "signature", "left", "is_held", "num_marks", "is_stopped", "board", "flights", "first")
+    )
+    if TYPE_CHECKING:
+        sequence: int
+        signature: int
+        left: int
+        is_held: int
+        num_marks: int
+        is_stopped: int
+        board: int
+        flights: int
+        first: int
+
+
+class _Key(ctypes.Structure):
+    """`struct key`: dtype and shape of a tensor."""
+
+    _fields_ = (("dtype", ctypes.c_int64), ("num_dims", ctypes.c_int64), ("shape", ctypes.c_int64 * 6))
+
+
+class KnownCall(ctypes.Structure):
+    """`struct known_call`: a collective that was made before, and how it runs."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("next", "kind", "op")),
+        ("root", ctypes.c_int64),
+        ("tensor", _Key),
+        ("out", _Key),
+        *((name, ctypes.c_uint64) for name in ("text", "text_bytes", "checksum", "act", "target", "reduction")),
+        *((name, ctypes.c_uint64) for name in ("num_shown", "begin", "is_published", "source", "plan")),
+        *((name, ctypes.c_uint64) for name in ("changes_tensor", "changes_out", "object")),
+    )
+
+
+class _Flight(ctypes.Structure):
+    """`struct flight`: a collective that has ended."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("object", "code", "instruction", "sequence", "signature", "thread")),
+        *((name, ctypes.c_double) for name in ("started", "ended")),
+    )
+
+
+class _Flights(ctypes.Structure):
+    """`struct flights`: a ring of the last collectives."""
+
+    _fields_ = (("count", ctypes.c_uint64), ("ring", _Flight * 1000))
+
+
+class Flights:
+    """Ring of collectives that the native library began and ended. They are kept until it is collected."""
+
+    def __init__(self) -> None:
+        self._memory = _Flights()
+        self.address = ctypes.addressof(self._memory)
+        """Of the ring in this process."""
+
+    def __del__(self) -> None:
+        core.clear_flights(self.address)
+
+    def entries(self) -> list[tuple[Any, ...]]:
+        """Returns (object of the call, code, instruction, number, signature, thread, started, ended), oldest first."""
+        found: list[tuple[Any, ...]] = core.list_flights(self.address)
+        return found
 
 
 class Bell(ctypes.Structure):
@@ -195,15 +284,24 @@ def load(path: Path = _PATH) -> SimpleNamespace:
     except (OSError, ValueError) as error:
         raise Unusable(f"the native library cannot be loaded: {error}") from None
     make = ctypes.pythonapi.PyCFunction_NewEx
-    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
     functions = SimpleNamespace()
     while name := _Method.from_address(table).name:
         setattr(functions, name.decode(), make(table, None, None))
+        if name == b"run_known":
+            # A builtin of its own for each group: its first argument is fixed.
+            functions.runner_of = partial(_bind, make, table)
         table += ctypes.sizeof(_Method)
     memmove = ctypes.cast(ctypes.CDLL(None).memmove, ctypes.c_void_p).value
     if functions.set_up(memmove, object.__basicsize__) != _VERSION:
         raise Unusable("the native library is of another version of Echelon: install Echelon again")
     return functions
+
+
+def _bind(make: Callable[..., Any], method: int, address: int) -> Callable[..., Any]:
+    """Returns a builtin of a method whose `self` is an address."""
+    found: Callable[..., Any] = make(method, address, None)
+    return found
 
 
 def _absent(*_: object) -> bool:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Without a frame of Python, because every small operation asks: the level of forward-mode AD, below 0 outside of it.
 forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+# The public `increment_version` is a function of Python around it.
+count_changes: Callable[[tuple[torch.Tensor, ...]], None] = torch._C._increment_version
 
 
 def is_dual(tensor: torch.Tensor) -> bool:

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from echelon._native import Calls
 from echelon._torch_private.tensors import FakeTensor, storage_address
 from echelon.backends.memory import describe, is_plain, new_tensor, plain
 from echelon.backends.operators import Operator, operator
 from echelon.backends.work import Work
 from echelon.errors import CollectiveMismatch, Timeout
-from echelon.operation_records import OperationRecord
+from echelon.operation_records import FlightRecorder, KnownOperation, OperationRecord
 
 T = TypeVar("T")
 
@@ -119,8 +120,39 @@ and Closed.
 """
 
 
+class KnownCalls(ABC):
+    """Collectives of one group that repeat an earlier one, run without the runner of the group."""
+
+    numbers: Calls
+    """Numbers of the group's calls."""
+    run: Callable[..., Any]
+    """Runs a collective: takes kind, root, op, tensor and `out`. True if it is done, False if nothing was done. Else
+    the object of the call, its number and its signature: it has begun, and the runner goes on with it."""
+
+    @abstractmethod
+    def record_into(self, recorder: FlightRecorder) -> None:
+        """Has these calls added to a flight recorder. Called once, first."""
+
+    @abstractmethod
+    def learn(
+        self, run: Run, call: KnownOperation, checksum: int, key: tuple[str, int, str], tensor: Tensor | None, out: Any
+    ) -> bool:
+        """Takes over a collective that the runner has run. False if it is not for this.
+
+        Args:
+            run: the function that has run it.
+            call: describes it in records. Not kept once the collective is forgotten.
+            checksum: of its note, for the signature.
+            key: kind, root and op, as the program gave it.
+            tensor, out: of this rank.
+        """
+
+
 class CollectiveExecutor(ABC):
     """Runs the collectives of one group on one rank. Calls may come in any thread."""
+
+    known: KnownCalls | None = None
+    """Collectives that repeat an earlier one. None if the runner runs all."""
 
     @abstractmethod
     def prepare(self, collective: Collective) -> Run:

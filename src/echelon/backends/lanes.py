@@ -15,6 +15,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TypeVar, cast
 
+from echelon._native import Calls
 from echelon.backends.work import Work
 from echelon.errors import Closed, inherited_error
 
@@ -38,11 +39,16 @@ class InOrder:
 
     Operation 1 passes first. An operation that fails lets the next one pass as well."""
 
-    def __init__(self) -> None:
-        self.next = 1
-        """Number of the operation that can pass without `enter`, because all before it have left."""
+    def __init__(self, numbers: Calls | None = None) -> None:
+        """Counts in `numbers`, which the native library moves too; None: in its own."""
+        self._numbers = Calls() if numbers is None else numbers
         self._num_waiting = 0
         self._changed = threading.Condition()
+
+    @property
+    def next(self) -> int:
+        """Number of the operation that can pass without `enter`, because all before it have left."""
+        return self._numbers.left + 1
 
     def enter(self, number: int, check_liveness: Callable[[], None]) -> None:
         """Returns when all operations before `number` have left.
@@ -62,7 +68,7 @@ class InOrder:
 
     def leave(self, number: int) -> None:
         """Lets the operation after `number` pass."""
-        self.next = number + 1
+        self._numbers.left = number
         if self._num_waiting:
             with self._changed:
                 self._changed.notify_all()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -33,6 +34,8 @@ class GroupBase:
     name: str
     """Name in errors."""
     _runner: CollectiveRunner
+    _run_known: Callable[..., Any]
+    """The runner's `run_known`, without a frame of Python."""
     context: int
     """Number that separates this group's messages from those of other groups. The same on every member."""
 

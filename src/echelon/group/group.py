@@ -96,6 +96,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._selector = Selector(numbered([hosts[rank] for rank in self.ranks]), table)
         seconds = backend.timeout if timeout is None else check_seconds(timeout)
         self._runner = CollectiveRunner(backend, self.ranks, context, name, self._selector, seconds)
+        self._run_known = self._runner.run_known
         self._num_subgroups = 0
         # Only the group of all ranks closes the backend; subgroups share it.
         self._owns_backend = ranks is None

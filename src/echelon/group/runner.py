@@ -17,18 +17,20 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from echelon._native import Calls
 from echelon._torch_private.tensors import wraps_new_tensors
 from echelon.arguments import check_seconds
 from echelon.backends.admission import check_mode
 from echelon.backends.base import Backend
 from echelon.backends.collective import REDUCTIONS, Collective, Run
 from echelon.backends.memory import describe, is_ordinary, is_plain
-from echelon.backends.modes import announce_changes, overwrite
+from echelon.backends.modes import announce_changes, outside_autograd, overwrite
 from echelon.backends.operators import check_op
 from echelon.backends.work import Work
 from echelon.collectives.calls.coalesced import Packed
@@ -46,7 +48,7 @@ from echelon.errors import (
     without_frames,
 )
 from echelon.group.staging import Around, admit, nothing
-from echelon.operation_records import OperationRecord
+from echelon.operation_records import KnownOperation, OperationRecord
 
 Seconds: TypeAlias = float | None
 
@@ -59,8 +61,8 @@ class Prepared(NamedTuple):
     """Collective that was checked, with the function that runs it."""
 
     note: str
-    encoded: bytes
-    """The note, for the signature."""
+    checksum: int
+    """Of the note, for the signature."""
     num_bytes: int
     run: Run
 
@@ -96,21 +98,36 @@ class CollectiveRunner:
         if isinstance(self._executor, PlannedExecutor):
             self._executor.selector = selector
         backend.control.join(context, ranks)
+        self._known = self._executor.known
+        if self._known is not None:
+            self._known.record_into(backend.flight_recorder)
         # Guards the sequence number, signature and marks, which must advance together. Held for no other work.
         self._numbering = threading.Lock()
-        self._sequence = 0
+        self._learnt: WeakKeyDictionary[KnownOperation, Prepared] = WeakKeyDictionary()
+        self._numbers = Calls() if self._known is None else self._known.numbers
         # Begins with the members, so ranks that made the group with other members differ from its first operation on.
-        self._signature = zlib.crc32(repr(list(ranks)).encode())
+        self._numbers.signature = zlib.crc32(repr(list(ranks)).encode())
         self._marks: tuple[str, ...] = ()
+        self.run_known: Callable[..., Any] = _never if self._known is None else self._known.run
+        """Runs a collective like an earlier one, see `KnownCalls.run`."""
         # Errors of asynchronous operations that nobody has waited for yet, by sequence number; `close` raises them.
         self._unseen: dict[int, Exception] = {}
         self._prepared: dict[tuple[object, ...], Prepared] = {}
         # Refers to no group: records outlive theirs.
         self._watched_by = partial(_diagnosis, backend, ranks)
-        self.is_closed = False
-        """Whether the group is closed, or a forked child's copy."""
+        self._is_closed = False
         # Compared with the current process, to tell a forked child.
         self._process = os.getpid()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the group is closed, or a forked child's copy."""
+        return self._is_closed
+
+    @is_closed.setter
+    def is_closed(self, value: bool) -> None:
+        self._is_closed = value
+        self._numbers.is_stopped |= value
 
     @property
     def is_inherited(self) -> bool:
@@ -137,7 +154,8 @@ class CollectiveRunner:
         prepared = self._prepared.get(collective)
         if prepared is None:
             note = collective.note
-            prepared = Prepared(note, note.encode(), collective.num_bytes, self._executor.prepare(collective))
+            run = self._executor.prepare(collective)
+            prepared = Prepared(note, zlib.crc32(note.encode()), collective.num_bytes, run)
             # Bounded, since a program may use ever new shapes.
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
@@ -181,7 +199,7 @@ class CollectiveRunner:
             (not wraps_new_tensors() if tensor is None else is_ordinary(tensor))
             and (out is None or is_ordinary(out))
             and isinstance(op, str)
-            and not self.is_closed
+            and not self._is_closed
         ):
             shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
             prepared = self._prepared.get((kind, shape, dtype, op, root, in_splits, out_splits, ""))
@@ -197,10 +215,35 @@ class CollectiveRunner:
                     increment_version(out)
                 record = self._begin(prepared)
                 record.begun = record.started
-                return self._run(prepared, record, tensor, out, seconds, None)
+                result = self._run(prepared, record, tensor, out, seconds, None)
+                if self._known is not None and in_splits is out_splits is None:
+                    known = KnownOperation(self.name, self._context, prepared.note, prepared.num_bytes)
+                    if self._known.learn(prepared.run, known, prepared.checksum, (kind, root, op), tensor, out):
+                        self._learnt[known] = prepared
+                return result
         prepared, values, around = self._check(kind, tensor, op, root, in_splits, out_splits, out, writes)
         changed = [tensor] if tensor is not None and (changes or writes) else []
         return self.start(prepared, values, out, async_op, timeout, changed, around)
+
+    def go_on(self, begun: Any, tensor: Tensor | None, out: Tensor | None) -> Any:
+        """Goes on with a collective that `run_known` has begun. Returns, blocks and raises as `call`.
+
+        Args:
+            begun: result of `run_known`.
+            tensor, out: its arguments.
+        """
+        known, sequence, signature = begun
+        prepared = self._learnt[known]
+        record = self._recorder.begin(
+            known.group, self._context, sequence, signature, known.operation, known.num_bytes, (), self._watched_by
+        )
+        record.begun = record.started
+        values = None if tensor is None else outside_autograd(tensor)
+        if out is not None:
+            self._run(prepared, record, values, outside_autograd(out), self.timeout, None)
+            return out
+        # Without `out` these are the collectives in place, and those without a result here.
+        return None if self._run(prepared, record, values, None, self.timeout, None) is None else tensor
 
     def _check(
         self,
@@ -291,7 +334,9 @@ class CollectiveRunner:
         """Adds a call without messages, which all ranks must make as well, to the signature."""
         # The next collective compares the signature, so a rank that left out the call is found then.
         with self._numbering:
-            self._signature = zlib.crc32(note.encode(), self._signature)
+            # First: from now on the library runs no call before the next one of this runner.
+            self._numbers.num_marks += 1
+            self._numbers.signature = _signed(self._numbers.signature, zlib.crc32(note.encode()))
             self._marks += (note,)
 
     def check_seen(self) -> None:
@@ -301,20 +346,26 @@ class CollectiveRunner:
 
     def _begin(self, prepared: Prepared) -> OperationRecord:
         with self._numbering:
-            self._sequence = sequence = self._sequence + 1
-            # The signature is a checksum of all calls so far, so a difference shows in every later operation too.
-            self._signature = signature = zlib.crc32(prepared.encoded, self._signature)
-            marks, self._marks = self._marks, ()
-            return self._recorder.begin(
-                self.name,
-                self._context,
-                sequence,
-                signature,
-                prepared.note,
-                prepared.num_bytes,
-                marks,
-                self._watched_by,
-            )
+            numbers = self._numbers
+            # The library runs no call meanwhile.
+            numbers.is_held = 1
+            try:
+                numbers.sequence = sequence = numbers.sequence + 1
+                # A checksum of all calls so far, so a difference shows in every later operation too.
+                numbers.signature = signature = _signed(numbers.signature, prepared.checksum)
+                marks, self._marks, numbers.num_marks = self._marks, (), 0
+                return self._recorder.begin(
+                    self.name,
+                    self._context,
+                    sequence,
+                    signature,
+                    prepared.note,
+                    prepared.num_bytes,
+                    marks,
+                    self._watched_by,
+                )
+            finally:
+                numbers.is_held = 0
 
     def _run(
         self,
@@ -379,6 +430,15 @@ class CollectiveRunner:
         if isinstance(first, CollectiveMismatch) or isinstance(told, PeerFailed):
             return first.noticed_by(operation)
         return told
+
+
+def _signed(signature: int, checksum: int) -> int:
+    """Returns the signature of all calls so far and one more, as `native/calls.c` does."""
+    return (signature * 0x85EBCA6B + checksum) & 0xFFFFFFFF
+
+
+def _never(*_: object) -> bool:
+    return False
 
 
 class Lateness:

@@ -77,6 +77,94 @@ def test_what_only_looks_alike_is_checked():
     assert list(run_forked(reduce_what_only_looks_alike, 2, backend="shm").values()) == [True, True]
 
 
+def repeat_every_kind(group):
+    """Makes each collective three times, and once more where the runner may not be asked."""
+    rank, runner = group.rank, group._runner
+    rows, both, part = torch.arange(4.0) + rank, torch.zeros(8), torch.zeros(2)
+    calls = {
+        "all_reduce": (lambda: group.all_reduce(rows.clone()), [1.0, 3.0, 5.0, 7.0]),
+        "reduce": (lambda: group.reduce(rows.clone(), 1), [1.0, 3.0, 5.0, 7.0] if rank else [0.0, 1.0, 2.0, 3.0]),
+        "broadcast": (lambda: group.broadcast(rows.clone(), 1), [1.0, 2.0, 3.0, 4.0]),
+        "all_gather": (lambda: group.all_gather(rows, both), [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]),
+        "gather": (lambda: group.gather(rows, 0, both), None if rank else [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]),
+        "scatter": (lambda: group.scatter(rows, 1, part), [3.0, 4.0] if rank else [1.0, 2.0]),
+        "reduce_scatter": (lambda: group.reduce_scatter(rows, out=part), [5.0, 7.0] if rank else [1.0, 3.0]),
+        "all_to_all": (
+            lambda: group.all_to_all(rows, rows.new_empty(4)),
+            [2.0, 3.0, 3.0, 4.0] if rank else [0.0, 1.0, 1.0, 2.0],
+        ),
+        "barrier": (group.barrier, None),
+    }
+    for kind, (call, want) in calls.items():
+        for time in range(4):
+            runner.call = refuse if time == 3 else type(runner).call.__get__(runner)
+            got = call()
+            assert want is None if got is None else got.tolist() == want, f"{kind}, #{time}: {got}"
+        del runner.call
+    num_known = len(runner._known._kept)
+    assert num_known == len(calls)
+    for _ in range(5):
+        group.barrier(timeout=5.0)
+    assert len(runner._known._kept) == num_known
+    changed = both._version
+    group.all_gather(rows, both)
+    assert both._version == changed + 1
+    records = group.backend.flight_recorder.records()
+    assert [record.sequence for record in records] == list(range(1, 4 * len(calls) + 7))
+    assert {record.place.rpartition(":")[0] for record in records} == {__file__}
+    # Rank 1 has one row more than the last times: rank 0 learns that in the meeting.
+    more = torch.arange(4.0 + rank)
+    for _ in range(3):
+        want = [0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0, 4.0]
+        assert group.all_gather(more, torch.empty(9) if rank else both.new_empty(9)).tolist() == want
+    assert group.all_gather(rows, both).tolist() == calls["all_gather"][1]
+    with pytest.raises(echelon.SizeMismatch):
+        group.all_gather(more, both)
+    return True
+
+
+def test_every_kind_is_made_by_the_library_alone():
+    assert list(run_forked(repeat_every_kind, 2, backend="shm").values()) == [True, True]
+
+
+def come_late_to_known(group):
+    for _ in range(3):
+        group.all_reduce(torch.ones(4))
+    if group.rank == 1:
+        group.recv(0)
+        return "nothing", ""
+    group.timeout = 0.3
+    try:
+        group.all_reduce(torch.ones(4))
+    except echelon.Timeout as error:
+        group.send(torch.ones(1), 1)
+        return str(error), group.backend.flight_recorder.records()[-2].error
+    return "nothing", ""
+
+
+def test_a_known_call_that_others_do_not_make_times_out():
+    text, recorded = run_forked(come_late_to_known, 2, backend="shm")[0]
+    assert "all_reduce(sum) of float32[4], #4" in text
+    assert re.search(r"waited \d+\.\d s for rank 1", text), text
+    assert recorded == f"Timeout: {text}"
+
+
+def close_known(group):
+    other = group.subgroup([0, 1])
+    for each in (group, other, group):
+        for _ in range(3):
+            each.all_reduce(torch.ones(4))
+    group.close()
+    for each in (group, other):
+        with pytest.raises(echelon.Closed):
+            each.all_reduce(torch.ones(4))
+    return True
+
+
+def test_a_known_call_of_a_closed_backend_is_refused():
+    assert list(run_forked(close_known, 2, backend="shm").values()) == [True, True]
+
+
 def disagree_later(group):
     for op in ("sum", "max"):
         group.all_reduce(torch.ones(4), op)

@@ -58,7 +58,7 @@ def slot_bytes(num_ranks: int) -> int:
     """
     # 64 MiB, relative speed: with 2 ranks 256 and 128 KiB gave 0.99 and 0.91 of the code before memmove; with 4 ranks 1
     # MiB, 512 and 256 KiB gave 1.08, 0.92 and 0.88 of it, where 2 MiB gives 1.18.
-    return 512 << 10 if num_ranks == 2 else 2 << 20
+    return 128 << 10 if num_ranks == 2 else 2 << 20
 
 
 def words_at(number: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -53,6 +54,8 @@ class SharedMemoryBackend(Backend):
         """Memory file that the ranks of this host share."""
         self.waiter = SpinThenSleep(len(local_ranks))
         """Adaptive wait of this rank, one for all of its groups."""
+        # Weak: an executor keeps its group's memory mapped.
+        self._executors: weakref.WeakSet[SharedMemoryExecutor] = weakref.WeakSet()
         region = MessageRegion(common.segment, list(local_ranks).index(tcp.rank), common.doorbells)
         self._doorbells = region.doorbells
         links = {
@@ -77,7 +80,9 @@ class SharedMemoryBackend(Backend):
         if len(ranks) < 2 or not self._local_ranks.issuperset(ranks):
             return None
         own = list(ranks).index(self.rank)
-        return SharedMemoryExecutor(self, self._control.check_open, context, tuple(ranks), own)
+        executor = SharedMemoryExecutor(self, self._control.check_open, context, tuple(ranks), own)
+        self._executors.add(executor)
+        return executor
 
     def check_liveness(self, call: OperationRecord, context: int, rank: int | None, board: SyncBlock | None) -> None:
         """Raises if waiting is in vain: a disagreement, a failure of `rank` or of the group, or the deadline."""
@@ -121,6 +126,8 @@ class SharedMemoryBackend(Backend):
         # A forked child: a thread of its parent may have held the lock of the doorbells at the fork.
         if self.control.is_inherited:
             return
+        for executor in list(self._executors):
+            executor.stop()
         self._doorbells.close()
         self.segment.close()
 

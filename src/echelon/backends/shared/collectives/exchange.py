@@ -22,11 +22,12 @@ from typing import NamedTuple
 
 import torch
 
-from echelon._native import copy
+from echelon._native import Act, copy
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import as_bytes, copy_contiguous
+from echelon.backends.shared.collectives import streaming
+from echelon.backends.shared.collectives.native_calls import Way
 from echelon.backends.shared.collectives.rank_region import Shared, SmallBuffers
-from echelon.backends.shared.collectives.streaming import pass_by, stream
 from echelon.backends.shared.collectives.symmetric import SymmetricView
 from echelon.errors import ProtocolError
 from echelon.operation_records import OperationRecord
@@ -235,35 +236,23 @@ class Exchange(NamedTuple):
 
     def _stream(self, targets: dict[int, torch.Tensor], number: int) -> None:
         """Sends the blocks through the slots, side by side, each in a lane of every slot."""
-        rank, heads, rooms = self.shared.rank, self.heads, self.shared.rooms
-        num_lanes = max(1, max(head.num_lanes for head in heads))
-        # Lanes begin at cache lines and are the same on all ranks, from the rank with the most blocks.
-        width = rooms.slot_bytes // num_lanes // _ALIGNMENT * _ALIGNMENT
-        shown = [
-            (heads[rank].lane(n) * width, block.data_ptr(), block.nbytes)
-            for n, block in enumerate(self._own_blocks())
-            if n != heads[rank].unread
-        ]
-        wanted = [
-            (owner, heads[owner].lane(number) * width, target.data_ptr(), target.nbytes)
+        shared, heads, whole = self.shared, self.heads, self.whole
+        head = heads[shared.rank]
+        shown = tuple(
+            (head.lane(n), head.offsets[n], size)
+            for n, size in enumerate(head.sizes if whole is not None else ())
+            if n != head.unread
+        )
+        base = min((target.data_ptr() for target in targets.values()), default=0)
+        wanted = tuple(
+            (owner, heads[owner].lane(number), target.data_ptr() - base, target.nbytes)
             for owner, target in targets.items()
-        ]
-
-        def write(piece: int, slot: int) -> None:
-            place, begin = rooms.slot_at(rank, slot), piece * width
-            for lane, block, size in shown:
-                if begin < size:
-                    copy(place + lane, block + begin, min(width, size - begin))
-
-        def read(piece: int, slot: int) -> None:
-            begin = piece * width
-            for owner, lane, target, size in wanted:
-                if begin < size:
-                    copy(target + begin, rooms.slot_at(owner, slot) + lane, min(width, size - begin))
-
-        # All ranks run as many pieces as the longest block needs: their ticks have to match.
+        )
+        num_lanes = max(1, max(head.num_lanes for head in heads))
         longest = max((size for head in heads for size in head.read_sizes()), default=0)
-        stream(self.shared, self.call, -(-longest // width), write if shown else pass_by, read if wanted else pass_by)
+        program = streaming.moves(shared.rank, shared.rooms.slot_bytes, num_lanes, longest, shown, wanted)
+        first = min(targets.values(), key=torch.Tensor.data_ptr, default=None)
+        streaming.play(shared, self.call, program, whole, first)
 
 
 class _Known(NamedTuple):
@@ -284,6 +273,8 @@ class Repeated:
 
     def __init__(self) -> None:
         self._known: _Known | None = None
+        self.way: Way | None = None
+        """Way in which the library runs it without Python. None if there is none."""
 
     def run(
         self,
@@ -309,7 +300,9 @@ class Repeated:
         """
         whole, sizes, facts, unread = shown
         known = self._known
-        if known is not None and known.head is _head(sizes, facts, unread, memory_layout.SHOWN_BYTES):
+        head = _head(sizes, facts, unread, memory_layout.SHOWN_BYTES)
+        # Mostly the same object, as it is cached.
+        if known is not None and (known.head is head or known.head == head):
             result = make_result(known.heads)
             reach = shared.symmetric.reach(whole)
             own = whole.data_ptr() if whole is not None else 0
@@ -322,7 +315,14 @@ class Repeated:
         result = make_result(exchange.heads)
         exchange.collect(result, owners, number)
         is_read = result is not None
-        self._known = _known(shared.rank, exchange.heads, owners if is_read else (), number, whole is not None)
+        now = _known(shared.rank, exchange.heads, owners if is_read else (), number, whole is not None)
+        if known is not None and (now is None or now.plan != known.plan):
+            shared.known.forget()
+        self._known = now
+        # With symmetric memory ranks announce where their tensors are.
+        self.way = (
+            None if now is None or shared.symmetric.count else Way(Act.EXCHANGES, plan=now.plan, changes_out=is_read)
+        )
         return result
 
 

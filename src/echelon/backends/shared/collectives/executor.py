@@ -17,11 +17,14 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from echelon.backends.collective import Collective, CollectiveExecutor, Run
+from echelon._native import Act, Target
+from echelon.backends.collective import REDUCTIONS, Collective, CollectiveExecutor, Run
 from echelon.backends.formats import memory_layout
 from echelon.backends.lanes import InOrder
+from echelon.backends.operators import OP_NUMBERS
 from echelon.backends.shared.collectives import moving, reducing
 from echelon.backends.shared.collectives.exchange import Repeated
+from echelon.backends.shared.collectives.native_calls import NativeCalls, Way
 from echelon.backends.shared.collectives.rank_region import RankRegions, Shared
 from echelon.backends.shared.collectives.symmetric import SymmetricMemory
 from echelon.backends.shared.collectives.sync_block import SyncBlock
@@ -60,6 +63,8 @@ class Host(Protocol):
 class SharedMemoryExecutor(CollectiveExecutor):
     """Collectives of one group on one rank."""
 
+    known: NativeCalls
+
     def __init__(
         self, host: Host, check_open: Callable[[int], None], context: int, ranks: tuple[int, ...], rank: int
     ) -> None:
@@ -77,7 +82,8 @@ class SharedMemoryExecutor(CollectiveExecutor):
         self._context = context
         self._ranks = ranks
         self._rank = rank
-        self._turns = InOrder()
+        self.known = NativeCalls()
+        self._turns = InOrder(self.known.numbers)
         # Set by the first operation, as mapping blocks for the offset from the group's first rank.
         self._shared: Shared | None = None
         # Number of the operation in which this rank stopped half-way. Its ticks no longer match the peers', so no later
@@ -85,8 +91,17 @@ class SharedMemoryExecutor(CollectiveExecutor):
         self._interrupted: int | None = None
 
     def prepare(self, collective: Collective) -> Run:  # noqa: D102
-        run = partial(self._run, _ACTS[collective.kind](collective))
-        return collective.checked(run) if collective.kind == "all_to_all" else run
+        act = _ACTS[collective.kind](collective)
+        run: Run = partial(self._run, act)
+        if collective.kind == "all_to_all":
+            run = collective.checked(run)
+        if find_way := _find_way(collective, act, self._rank, len(self._ranks)):
+            self.known.expect(run, find_way)
+        return run
+
+    def stop(self) -> None:
+        """Has every later operation take the way that checks whether the backend is open."""
+        self.known.numbers.is_stopped = 1
 
     def _run(self, act: _Act, call: OperationRecord, tensor: torch.Tensor | None, out: torch.Tensor | None) -> Any:
         """Runs an operation when its turn has come. Blocks for earlier ones of the group."""
@@ -102,6 +117,7 @@ class SharedMemoryExecutor(CollectiveExecutor):
         except BaseException:
             # KeyboardInterrupt as well: however the operation ended, peers must not read its announcement as valid.
             self._interrupted = self._interrupted or number
+            self.stop()
             if self._shared is not None:
                 # Before the revocation over TCP: a peer that finds it withdrawn waits for the cause and reports no
                 # mismatch.
@@ -130,8 +146,15 @@ class SharedMemoryExecutor(CollectiveExecutor):
         count = len(ranks)
         board = SyncBlock(region, ranks, self._rank, host.waiter, check_liveness)
         symmetric = SymmetricMemory(host.segment, self._rank, count)
+        self.known.open(board)
         self._shared = Shared(
-            self._rank, count, host.waiter.is_oversubscribed, board, RankRegions(region, count, self._rank), symmetric
+            self._rank,
+            count,
+            host.waiter.is_oversubscribed,
+            board,
+            RankRegions(region, count, self._rank),
+            symmetric,
+            self.known,
         )
         return self._shared
 
@@ -140,7 +163,7 @@ _Act: TypeAlias = Callable[[Shared, OperationRecord, Any, torch.Tensor | None], 
 """This rank's part of an operation whose turn has come."""
 
 
-def _all_reduce(collective: Collective) -> _Act:
+def _all_reduce(collective: Collective) -> partial[Any]:
     is_small = collective.num_bytes <= memory_layout.SMALL_BYTES
     return partial(reducing.small_all_reduce if is_small else reducing.large_all_reduce, collective.reduction)
 
@@ -148,10 +171,12 @@ def _all_reduce(collective: Collective) -> _Act:
 def _allocate(collective: Collective, shared: Shared, call: OperationRecord, *_: object) -> torch.Tensor:
     assert collective.shape is not None
     assert collective.dtype is not None
+    # From now on exchanges announce where their tensors are.
+    shared.known.forget()
     return shared.symmetric.allocate(shared.board, call, collective.shape, collective.dtype)
 
 
-_ACTS: Mapping[str, Callable[[Collective], _Act]] = {
+_ACTS: Mapping[str, Callable[[Collective], partial[Any]]] = {
     "all_reduce": _all_reduce,
     "reduce": lambda collective: partial(reducing.reduce, collective.root, collective.reduction),
     "reduce_scatter": lambda collective: partial(reducing.reduce_scatter, collective.reduction),
@@ -162,6 +187,34 @@ _ACTS: Mapping[str, Callable[[Collective], _Act]] = {
     "all_to_all": lambda collective: partial(moving.all_to_all, collective, Repeated()),
     # Only gathers exchange numbers of rows. All but the source have none.
     "broadcast_rows": lambda _: partial(moving.all_gather, Repeated()),
-    "barrier": lambda _: moving.barrier,
+    "barrier": lambda _: partial(moving.barrier),
     "empty": lambda collective: partial(_allocate, collective),
 }
+
+
+def _find_way(collective: Collective, act: partial[Any], rank: int, count: int) -> Callable[[], Way | None] | None:
+    """Returns a function that tells how the native library runs a small collective by itself. None if it never does."""
+    kind, size = collective.kind, collective.num_bytes
+    if kind in ("all_gather", "gather", "scatter", "all_to_all"):
+        repeated: Repeated = act.args[-1]
+        return lambda: repeated.way
+    if size > memory_layout.SMALL_BYTES:
+        return None
+    way: Way | None = None
+    if kind == "barrier":
+        way = Way(Act.MEETS_ONLY)
+    elif kind == "broadcast":
+        way = Way(Act.RECEIVES, source=collective.root, changes_tensor=True)
+    elif kind in REDUCTIONS and (op := OP_NUMBERS.get(collective.reduction.name)) is not None:
+        way = Way(Act.REDUCES, Target.IN_PLACE, op, size, changes_tensor=True)
+        if kind == "all_reduce":
+            way = way._replace(is_published=True)
+        elif kind == "reduce_scatter":
+            assert collective.shape is not None
+            begin = reducing.begin_of(collective.shape, size, rank, count)
+            way = way._replace(target=Target.INTO_OUT, begin=begin, changes_tensor=False, changes_out=True)
+        elif rank == collective.root:
+            way = way._replace(num_shown=0)
+        else:
+            way = way._replace(target=Target.NONE, changes_tensor=False)
+    return lambda: way

@@ -8,6 +8,7 @@ import torch
 
 from echelon._native import copy
 from echelon.backends.formats import memory_layout
+from echelon.backends.shared.collectives.native_calls import NativeCalls
 from echelon.backends.shared.collectives.symmetric import SymmetricMemory
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory.segment import Window, words_of
@@ -62,7 +63,6 @@ class RankRegions:
         self._small_parts: dict[tuple[int, torch.Size, torch.dtype], tuple[tuple[torch.Tensor, ...], ...]] = {}
         self.slot_bytes = memory_layout.slot_bytes(num_ranks)
         """Size of a slot."""
-        self._slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
     def small(self, number: int, shape: torch.Size, dtype: torch.dtype) -> SmallBuffers:
         """Returns the buffers of all ranks for the data of small operation `number`."""
@@ -114,19 +114,10 @@ class RankRegions:
             )
         return self._memory[start : start + num_words * memory_layout.WORD_BYTES]
 
-    def slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Returns the slots of every rank as flat tensors, by rank and slot."""
-        slots = self._slots.get(dtype)
-        if slots is None:
-            starts = [start + memory_layout.SLOTS for start in self._starts]
-            areas = [self._data[start : start + memory_layout.SLOTS_BYTES].view(dtype) for start in starts]
-            slots = [list(torch.split(area, self.slot_bytes // dtype.itemsize)) for area in areas]
-            self._slots[dtype] = slots
-        return slots
-
-    def slot_at(self, rank: int, slot: int) -> int:
-        """Returns the address of a rank's slot."""
-        return self._address + self._starts[rank] + memory_layout.SLOTS + slot * self.slot_bytes
+    def elements(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns elements at an offset in a rank's region, as a flat tensor."""
+        start = self._starts[rank] + offset
+        return self._data[start : start + count * dtype.itemsize].view(dtype)
 
 
 class Shared(NamedTuple):
@@ -139,3 +130,5 @@ class Shared(NamedTuple):
     board: SyncBlock
     rooms: RankRegions
     symmetric: SymmetricMemory
+    known: NativeCalls
+    """Collectives that the native library runs by itself. To be forgotten when their way changes."""

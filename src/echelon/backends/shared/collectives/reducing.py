@@ -6,20 +6,16 @@ Values are combined in rank order on every rank, so all get the same bits. 8- an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
-from echelon._native import copy
 from echelon.backends.collective import result_buffer
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import copy_contiguous
 from echelon.backends.operators import OP_NUMBERS, Operator, combine_in_order
+from echelon.backends.shared.collectives import streaming
 from echelon.backends.shared.collectives.exchange import exit_barrier, meet_with
 from echelon.backends.shared.collectives.rank_region import Shared
-from echelon.backends.shared.collectives.streaming import pass_by, stream
 from echelon.operation_records import OperationRecord
 
 # Amount combined and written at a time, so that it stays in the cache. With 4 ranks 128 and 512 KiB were 0.98 and 0.91
@@ -78,7 +74,8 @@ def large_all_reduce(
         # Each rank reads all of the other's pieces. A half for each was 0.68 to 0.81 times as fast with 64 MiB.
         _reduce_pieces(shared, call, flat, operator, readers=(0, 1))
     else:
-        _reduce_parts(shared, call, flat, operator)
+        program = streaming.parts(shared.rank, shared.num_ranks, shared.rooms.slot_bytes, flat.nbytes, flat.itemsize)
+        streaming.play(shared, call, program, flat, flat, operator)
     return _written_back(flat, tensor)
 
 
@@ -118,7 +115,9 @@ def reduce_scatter(
     if tensor.nbytes <= memory_layout.SMALL_BYTES:
         op = OP_NUMBERS.get(operator.name)
         # Fast path, as in `small_all_reduce`.
-        if op is not None and shared.board.reduce(call, op, tensor.nbytes, tensor, _begin(tensor, rank, count), result):
+        if op is not None and shared.board.reduce(
+            call, op, tensor.nbytes, tensor, begin_of(tensor.shape, tensor.nbytes, rank, count), result
+        ):
             return result
         _show(shared, call, tensor)
         combine_in_order(result, shared.rooms.small_parts(call.sequence, tensor.shape, tensor.dtype)[rank], operator)
@@ -134,17 +133,18 @@ def reduce_scatter(
         _combine_slice(result.view(-1), everywhere, start, operator)
         exit_barrier(shared, call)
         return result
-    _reduce_shares(shared, call, [part.contiguous().view(-1) for part in parts], result.view(-1), operator)
+    program = streaming.shares(rank, shared.rooms.slot_bytes, tuple(part.nbytes for part in parts), tensor.itemsize)
+    streaming.play(shared, call, program, tensor.contiguous(), result, operator)
     return result
 
 
-def _begin(tensor: torch.Tensor, rank: int, count: int) -> int:
+def begin_of(shape: torch.Size, num_bytes: int, rank: int, count: int) -> int:
     """Returns the offset of a rank's part of a contiguous tensor, in bytes, split as torch.tensor_split does."""
-    num_rows = len(tensor)
+    num_rows = shape[0]
     if not num_rows:
         return 0
     rows, rest = divmod(num_rows, count)
-    return (rank * rows + min(rank, rest)) * (tensor.nbytes // num_rows)
+    return (rank * rows + min(rank, rest)) * (num_bytes // num_rows)
 
 
 def _reduce_shown_to(shared: Shared, call: OperationRecord, tensor: torch.Tensor, dst: int, operator: Operator) -> None:
@@ -239,129 +239,13 @@ def _combine_slice(target: torch.Tensor, everywhere: Sequence[torch.Tensor], sta
 
 
 def _reduce_pieces(
-    shared: Shared, call: OperationRecord, flat: torch.Tensor, operator: Operator, readers: Sequence[int]
+    shared: Shared, call: OperationRecord, flat: torch.Tensor, operator: Operator, readers: tuple[int, ...]
 ) -> None:
     """Streams pieces through the slots: each rank writes its own, and the `readers` reduce the pieces of all ranks."""
-    rank, count, rooms = shared.rank, shared.num_ranks, shared.rooms
-    slots = rooms.slots(flat.dtype)
-    pieces = torch.split(flat, rooms.slot_bytes // flat.itemsize)
-
-    def write(number: int, slot: int) -> None:
-        piece = pieces[number]
-        copy(rooms.slot_at(rank, slot), piece.data_ptr(), piece.nbytes)
-
-    def read(number: int, slot: int) -> None:
-        piece = pieces[number]
-        parts = [piece if peer == rank else _head(slots[peer][slot], piece) for peer in range(count)]
-        combine_in_order(piece, parts, operator)
-
-    # The only reader's own pieces are read by nobody else, so it does not write them.
-    writes = any(reader != rank for reader in readers)
-    stream(shared, call, len(pieces), write if writes else pass_by, read if rank in readers else pass_by)
-
-
-def _reduce_parts(shared: Shared, call: OperationRecord, flat: torch.Tensor, operator: Operator) -> None:
-    """Streams pieces through the slots: each rank reduces its part of each piece and reads the parts of the others."""
-    rank, count, rooms = shared.rank, shared.num_ranks, shared.rooms
-    slots, itemsize = rooms.slots(flat.dtype), flat.itemsize
-    pieces = torch.split(flat, rooms.slot_bytes // itemsize)
-    addresses = [piece.data_ptr() for piece in pieces]
-
-    def write(number: int, slot: int) -> None:
-        place, piece = rooms.slot_at(rank, slot), addresses[number]
-        for peer, part in enumerate(_parts(len(pieces[number]), count, itemsize)):
-            # This rank combines its own part from its tensor, so no peer reads it from the slot.
-            if peer != rank:
-                copy(place + part.begin, piece + part.begin, part.num_bytes)
-
-    def combine(number: int, slot: int) -> None:
-        begin, end = _parts(len(pieces[number]), count, itemsize)[rank].elements
-        own, place = pieces[number][begin:end], slots[rank][slot][begin:end]
-        parts = [own if peer == rank else slots[peer][slot][begin:end] for peer in range(count)]
-        # Reduced into the slot, where the peers read it, then copied home while it is in the cache.
-        combine_in_order(place, parts, operator)
-        copy_contiguous(place, own)
-
-    def read(number: int, slot: int) -> None:
-        piece = addresses[number]
-        for peer, part in enumerate(_parts(len(pieces[number]), count, itemsize)):
-            if peer != rank:
-                copy(piece + part.begin, rooms.slot_at(peer, slot) + part.begin, part.num_bytes)
-
-    stream(shared, call, len(pieces), write, combine, read)
-
-
-class _Part(NamedTuple):
-    """Range of a piece that one rank reduces."""
-
-    elements: tuple[int, int]
-    """First element, and the one after the last."""
-    begin: int
-    """Offset in the piece, in bytes."""
-    num_bytes: int
-
-
-# Arithmetic, cached, in place of tensor_split: that was a call of torch for each part of each piece.
-@lru_cache(64)
-def _parts(length: int, count: int, itemsize: int) -> tuple[_Part, ...]:
-    """Splits a piece of `length` elements into a part for each rank, as torch.tensor_split does."""
-    ends = list(accumulate(len(range(rank, length, count)) for rank in range(count)))
-    begins = [0, *ends]
-    return tuple(
-        _Part((begin, end), begin * itemsize, (end - begin) * itemsize)
-        for begin, end in zip(begins, ends, strict=False)
+    program = streaming.pieces(
+        shared.rank, shared.num_ranks, shared.rooms.slot_bytes, flat.nbytes, flat.itemsize, readers
     )
-
-
-def _reduce_shares(
-    shared: Shared, call: OperationRecord, shares: Sequence[torch.Tensor], target: torch.Tensor, operator: Operator
-) -> None:
-    """Streams shares through the slots: each rank writes the shares of the others and reduces its own.
-
-    Args:
-        shared: by the group.
-        call: the operation.
-        shares: this rank's data for each rank, flat; the first is the longest.
-        target: receives the result, as long as this rank's share.
-        operator: the reduction.
-    """
-    rank, count, rooms = shared.rank, shared.num_ranks, shared.rooms
-    # Elements of each share in a slot.
-    size = rooms.slot_bytes // target.itemsize // (count - 1) // _ALIGNMENT * _ALIGNMENT
-    width = size * target.itemsize
-    slots = rooms.slots(target.dtype)
-    shown = [
-        (_lane(rank, peer) * width, share.data_ptr(), share.nbytes) for peer, share in enumerate(shares) if peer != rank
-    ]
-
-    def place(owner: int, slot: int, length: int) -> torch.Tensor:
-        start = _lane(owner, rank) * size
-        return slots[owner][slot][start : start + length]
-
-    def write(piece: int, slot: int) -> None:
-        begin = piece * width
-        for start, share, num_bytes in shown:
-            if begin < num_bytes:
-                copy(rooms.slot_at(rank, slot) + start, share + begin, min(width, num_bytes - begin))
-
-    def read(piece: int, slot: int) -> None:
-        here, own = (flat[piece * size : (piece + 1) * size] for flat in (target, shares[rank]))
-        if len(here):
-            own = here if own.data_ptr() == here.data_ptr() else own  # `out` may be the share's own memory
-            parts = [own if peer == rank else place(peer, slot, len(here)) for peer in range(count)]
-            combine_in_order(here, parts, operator)
-
-    stream(shared, call, -(-len(shares[0]) // size), write, read)
-
-
-def _lane(owner: int, reader: int) -> int:
-    """Returns the index of a reader's share among the shares in a slot of `owner`."""
-    return reader - (reader > owner)
-
-
-def _head(slot: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a slot that a piece occupies."""
-    return slot if slot.shape == piece.shape else slot[: len(piece)]
+    streaming.play(shared, call, program, flat, flat, operator)
 
 
 def _written_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,10 @@ from functools import lru_cache
 
 import torch
 
-from echelon._native import Board, Code, core
+from echelon._native import OPS, Board, Code, core
 from echelon.backends.formats import memory_layout
 from echelon.backends.formats.wire import as_sent
+from echelon.backends.operators import OP_NUMBERS, Operator
 from echelon.backends.shared.memory.segment import Window, words_of
 from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.errors import CollectiveMismatch
@@ -71,7 +72,8 @@ class SyncBlock:
             state.note[number] = memory_layout.note_at(number)
             state.result[number] = memory_layout.result_at(number)
             state.small[number] = memory_layout.small_at(number)
-        self._at = ctypes.addressof(state)
+        self.address = self._at = ctypes.addressof(state)
+        """Of its state in this process, for the native library."""
         # The library compares notes by address: kept until the next note of the same copy takes its place.
         self._texts = [b"", b""]
         self._text = b""
@@ -151,6 +153,29 @@ class SyncBlock:
             self._finish(code, call)
         return True
 
+    def play(
+        self,
+        call: OperationRecord,
+        program: bytes,
+        own: torch.Tensor | None,
+        target: torch.Tensor | None,
+        operator: Operator | None,
+    ) -> int:
+        """Plays a program after `meet`, see `streaming.play`. Returns DONE, or TO_COMBINE before step `step`."""
+        op = len(OPS) if operator is None else OP_NUMBERS.get(operator.name, len(OPS))
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (own, target)]
+        return self._finish(core.play(self._at, program, op, own, *addresses), call)
+
+    @property
+    def step(self) -> int:
+        """Number of the step before which the library has stopped."""
+        return self._state.step
+
+    def play_on(self, call: OperationRecord) -> int:
+        """Goes on behind that step, which the caller has done. Returns as `play`."""
+        self._state.step += 1
+        return self._finish(core.go_on(self._at), call)
+
     def withdraw(self, call: OperationRecord) -> None:
         """Withdraws the announcement of an operation that this rank gives up."""
         self._words[_index(self.rank, memory_layout.words_at(call.sequence))] = _WITHDRAWN
@@ -171,8 +196,8 @@ class SyncBlock:
     def _mark(self, call: OperationRecord) -> int:
         """Returns the word that identifies an operation, which becomes the current one."""
         self._number = number = call.sequence & 1
-        # Identity, not equality: `_encoded` returns the same object for the same note while it is cached.
-        self._text = self._texts[number] = _encoded(call.operation)
+        # Identity, not equality: `encoded` returns the same object for the same note while it is cached.
+        self._text = self._texts[number] = encoded(call.operation)
         # Number, and signature of all calls so far: one comparison of words detects most disagreements.
         return (call.sequence & _LOW_BITS) << 32 | call.signature
 
@@ -187,6 +212,10 @@ class SyncBlock:
             self._look_around(self, peer, lambda tick=tick, level=level: words[tick] >= level, call)  # type: ignore[misc]
             code = core.go_on(self._at)
         return code
+
+    def forget_notes(self) -> None:
+        """Has the next operations write their notes anew: the library compares addresses of texts, and some may end."""
+        self._state.written[0] = self._state.written[1] = 0
 
     def disagreement(self) -> CollectiveMismatch | None:
         """Returns the mismatch with a peer that has announced another operation. None if there is none so far."""
@@ -239,7 +268,7 @@ class SyncBlock:
 
 
 @lru_cache(1024)
-def _encoded(note: str) -> bytes:
+def encoded(note: str) -> bytes:
     """Returns a note as its bytes in memory. The same object for the same note while it is cached."""
     return as_sent(note).encode() + b"\0"
 

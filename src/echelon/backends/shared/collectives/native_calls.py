@@ -1,0 +1,159 @@
+"""Small collectives of one group that repeat an earlier one: the native library runs them from the method on.
+
+Strategy. The runner of the group's collectives reports each collective that it has run for at least the second time.
+`learn` gives its arguments, and the way in which it runs, to the library (`native/calls.c`). From then on the group's
+method calls `run`, which finds the arguments and does all of the call: checks of the tensor, number, signature,
+meeting, record. Where ranks are late it returns what it has begun. The runner then goes on with the function that has
+run before: the sync block knows that the operation was announced.
+
+The library compares texts by address, so all that it was given is kept here until it forgets all calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
+from echelon._native import Calls, Flights, KnownCall, Target, core
+from echelon._torch_private.autograd import count_changes, forward_ad_level
+from echelon._torch_private.tensors import dispatch_depth, transform_stack
+from echelon.backends.collective import KnownCalls, Run
+from echelon.backends.shared.collectives.sync_block import SyncBlock, encoded
+from echelon.call_site import kind_of
+from echelon.operation_records import FlightRecorder, KnownOperation
+
+# The library looks through them one by one.
+_MAX_KNOWN = 48
+_HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+"""Whether this Python has a global lock, on which the library relies."""
+
+
+class Way(NamedTuple):
+    """Way in which the native library runs a collective: see `struct known_call`."""
+
+    act: int
+    target: int = Target.NONE
+    reduction: int = 0
+    num_shown: int = 0
+    begin: int = 0
+    is_published: bool = False
+    source: int = 0
+    plan: bytes = b""
+    changes_tensor: bool = False
+    changes_out: bool = False
+
+
+class NativeCalls(KnownCalls):
+    """Collectives of one group that the native library runs by itself, and their numbers."""
+
+    def __init__(self) -> None:
+        self.numbers = Calls()
+        self.run = _never
+        self._ways: WeakKeyDictionary[Run, Callable[[], Way | None]] = WeakKeyDictionary()
+        self._kept: list[tuple[object, ...]] = []
+        self._learnt: set[tuple[object, ...]] = set()
+        self._board: SyncBlock | None = None
+        self._ring: Flights | None = None
+
+    def open(self, board: SyncBlock) -> None:
+        """Begins to run calls on a sync block."""
+        self._board = board
+        if self.numbers.flights and _HAS_LOCK:
+            self.numbers.board = board.address
+
+    def record_into(self, recorder: FlightRecorder) -> None:  # noqa: D102
+        if (ring := recorder.ring()) is None:
+            return
+        _use_interpreter(core)
+        # Kept, because the library writes there.
+        self._ring = ring
+        self.numbers.flights = ring.address
+        self.run = core.runner_of(ctypes.addressof(self.numbers))
+
+    def expect(self, run: Run, find_way: Callable[[], Way | None]) -> None:
+        """Registers a function that returns the way in which a prepared collective runs. None if it has none yet."""
+        self._ways[run] = find_way
+
+    def learn(  # noqa: D102
+        self, run: Run, call: KnownOperation, checksum: int, key: tuple[str, int, str], tensor: Tensor | None, out: Any
+    ) -> bool:
+        # A call that takes another way for its own reasons, such as a timeout, is not learnt again and again.
+        known_by = ref(run), key[2], None if out is None else out.shape
+        if known_by in self._learnt:
+            return False
+        find_way = self._ways.get(run)
+        way = None if find_way is None else find_way()
+        if way is None or way.changes_out != (out is not None) or not self.numbers.board:
+            return False
+        if len(self._kept) >= _MAX_KNOWN:
+            self.forget()
+        kind, root, op = key
+        text = encoded(call.operation)
+        plan = ctypes.create_string_buffer(way.plan) if way.plan else None
+        known = KnownCall(
+            text=_address_of(text),
+            text_bytes=len(text),
+            checksum=checksum,
+            act=way.act,
+            target=way.target,
+            reduction=way.reduction,
+            num_shown=way.num_shown,
+            begin=way.begin,
+            is_published=way.is_published,
+            source=way.source,
+            plan=0 if plan is None else ctypes.addressof(plan),
+            changes_tensor=way.changes_tensor,
+            changes_out=way.changes_out,
+            object=id(call),
+        )
+        address = ctypes.addressof(known)
+        has_learnt: bool = core.learn(ctypes.addressof(self.numbers), address, kind, root, op, tensor, out)
+        if has_learnt:
+            self._learnt.add(known_by)
+            # Not `run`: a cycle would keep the group's memory mapped after the group.
+            self._kept.append((known, call, text, plan, kind, op))
+        return has_learnt
+
+    def forget(self) -> None:
+        """Forgets all calls: they take the runner's way once more."""
+        self.numbers.first = 0
+        if self._board is not None:
+            self._board.forget_notes()
+        self._kept.clear()
+        self._learnt.clear()
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def _address_of(text: bytes) -> int:
+    address = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _use_interpreter(library: SimpleNamespace) -> None:
+    """Gives the library the functions that it asks before a call."""
+    library.use_interpreter(
+        dispatch_depth,
+        transform_stack,
+        forward_ad_level,
+        torch.is_inference_mode_enabled,
+        torch.Tensor.is_neg,
+        count_changes,
+        sys._getframe,
+        kind_of,
+        "f_code",
+        "f_lasti",
+        "f_back",
+        "co_filename",
+        None,
+    )
