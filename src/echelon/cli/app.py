@@ -112,7 +112,7 @@ def _bad_number(error: Any, words: Sequence[str]) -> str:
             if is_short and not is_joined and _is_number(following):  # -mb 8, which typer takes for -m b
                 return f"No such option: {word}; did you mean {option} {following}?"
             value = value if is_joined else name[2:] if is_short else following
-            if (name == option or is_short) and not value.isdecimal():
+            if (name == option or is_short) and not value.removeprefix("-").isdecimal():
                 kind = "whole number" if _is_number(value) else "number"
                 return f"{option} {value}: not a {kind}; give one, such as {option} 2"
     return ""
