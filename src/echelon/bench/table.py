@@ -103,7 +103,7 @@ def line(row: Row) -> str:
 
 
 def _columns(num_subjects: int) -> tuple[Sequence[_Column], Sequence[_Column]]:
-    """Returns the columns of a case, and those of each subject."""
+    """Returns the columns of a case and of each subject."""
     return (_ONCE, _ALONE) if num_subjects == 1 else (_ONCE[:2], _BESIDE)
 
 
