@@ -21,6 +21,7 @@ import tomllib
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT = 1800
@@ -51,14 +52,25 @@ def problems(root: Path, tag: str | None) -> list[str]:
     return found
 
 
-def commands(readme: str) -> list[list[str]]:
-    """Returns the commands of README.md that use the installed package: those of `echelon` and `python`."""
+class Command(NamedTuple):
+    """Command of README.md, and the exit status that the page leads to expect."""
+
+    words: list[str]
+    status: int = 0
+
+
+def commands(readme: str) -> list[Command]:
+    """Returns the commands of README.md that use the installed package: those of `echelon` and `python`.
+
+    A command fails with status 1 if the page shows an error of Echelon below it. Commands on a folder of the reader's
+    own runs are left out.
+    """
     found = []
     for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", readme, re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            line = line.removeprefix("$ ")
-            if line.startswith(("echelon ", "python ")) and " pip " not in line:
-                found.append(shlex.split(line, comments=True))
+        lines = [line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()]
+        for line, following in zip(lines, [*lines[1:], ""], strict=True):
+            if line.startswith(("echelon ", "python ")) and not re.search(r" pip | runs/", line):
+                found.append(Command(shlex.split(line, comments=True), int(following.startswith("echelon: "))))
     return found
 
 
@@ -85,8 +97,8 @@ def try_package(package: Path, folder: Path) -> None:
     for variable in ("PYTHONPATH", "PYTHONHOME"):
         environ.pop(variable, None)
     run([python, "-c", "import echelon; print('echelon', echelon.__version__)"], place, environ)
-    for command in [["echelon", "--version"], *commands((ROOT / "README.md").read_text(encoding="utf-8"))]:
-        run([str(binaries / command[0]), *command[1:]], place, environ)
+    for words, status in [Command(["echelon", "--version"]), *commands((ROOT / "README.md").read_text("utf-8"))]:
+        run([str(binaries / words[0]), *words[1:]], place, environ, status)
 
 
 def make_environment(folder: Path, *packages: str) -> str:
@@ -97,15 +109,15 @@ def make_environment(folder: Path, *packages: str) -> str:
     return python
 
 
-def run(command: Sequence[str], folder: Path, environ: dict[str, str] | None = None) -> None:
-    """Runs a command in a folder. Exits if it fails."""
+def run(command: Sequence[str], folder: Path, environ: dict[str, str] | None = None, expected: int = 0) -> None:
+    """Runs a command in a folder. Exits if it ends with another status than the expected one."""
     print("release:", shlex.join(command), flush=True)
     try:
         status = subprocess.run(command, cwd=folder, env=environ, timeout=_TIMEOUT, check=False).returncode
     except subprocess.TimeoutExpired:
         raise SystemExit(f"release: {shlex.join(command)} took more than {_TIMEOUT} s") from None
-    if status:
-        raise SystemExit(f"release: {shlex.join(command)} ended with status {status}")
+    if status != expected:
+        raise SystemExit(f"release: {shlex.join(command)} ended with status {status}, not {expected}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
