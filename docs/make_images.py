@@ -28,8 +28,11 @@ def draw_plans() -> None:
     schedules.build("1f1b", 16, 48).simulate(costs).draw(IMAGES / "1f1b-16-by-48.png")
 
 
-def measure(group: ProcessGroup) -> Timeline:
-    """Runs a pipeline of two stages on this rank, and returns the fastest of its warm steps."""
+def measure(group: ProcessGroup) -> tuple[Timeline, int]:
+    """Runs a pipeline of two stages on this rank. Returns the fastest of its warm steps, and the rank's peak in bytes.
+
+    Memory is that of activations, as the schedule plans it.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())]
@@ -39,17 +42,20 @@ def measure(group: ProcessGroup) -> Timeline:
     for _ in range(30):
         pipe.step(data, target=data)
         steps.append(pipe.timeline)
-    return min(steps[5:], key=lambda step: step.makespan)
+    return min(steps[5:], key=lambda step: step.makespan), pipe.memory().planned
 
 
 def draw_run() -> None:
     """Draws a measured run below its plan, which has the median times of the run."""
-    measured, *_ = echelon.spawn(measure, 2)
+    (measured, *_), bytes_held = zip(*echelon.spawn(measure, 2), strict=True)
+    activation = [held / number for held, number in zip(bytes_held, measured.peak_activations, strict=True)]
     times: dict[tuple[int, str], list[float]] = {}
     for span in (span for spans in measured.spans for span in spans):
         times.setdefault((span.step.stage, span.step.kind), []).append(span.duration)
     forward, backward = ([median(times[stage, kind]) for stage in range(2)] for kind in "FB")
-    planned = replace(schedules.build("1f1b", 2, 8).simulate(Costs(forward, backward, backward_weight=0)), unit="s")
+    costs = Costs(forward, backward, backward_weight=0, activation=activation)
+    planned = replace(schedules.build("1f1b", 2, 8).simulate(costs), unit="s", memory_unit="B")
+    planned = replace(planned, peak_activations=measured.peak_activations)
     measured.draw(IMAGES / "planned-and-measured.svg", against=planned)
 
 

@@ -22,6 +22,7 @@ import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = runpy.run_path(str(ROOT / "tools" / "wheels.py"))
@@ -52,14 +53,25 @@ def problems(root: Path, tag: str | None) -> list[str]:
     return found
 
 
-def commands(readme: str) -> list[list[str]]:
-    """Returns the commands of README.md that use the installed package: those of `echelon` and `python`."""
+class Command(NamedTuple):
+    """Command of README.md, and the exit status that the page leads to expect."""
+
+    words: list[str]
+    status: int = 0
+
+
+def commands(readme: str) -> list[Command]:
+    """Returns the commands of README.md that use the installed package: those of `echelon` and `python`.
+
+    A command fails with status 1 if the page shows an error of Echelon below it. Commands on a folder of the reader's
+    own runs are left out.
+    """
     found = []
     for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", readme, re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            line = line.removeprefix("$ ")
-            if line.startswith(("echelon ", "python ")) and " pip " not in line:
-                found.append(shlex.split(line, comments=True))
+        lines = [line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()]
+        for line, following in zip(lines, [*lines[1:], ""], strict=True):
+            if line.startswith(("echelon ", "python ")) and not re.search(r" pip | runs/", line):
+                found.append(Command(shlex.split(line, comments=True), int(following.startswith("echelon: "))))
     return found
 
 
@@ -75,8 +87,8 @@ def try_package(package: Path, folder: Path) -> None:
     for variable in ("PYTHONPATH", "PYTHONHOME"):
         environ.pop(variable, None)
     run([python, "-c", "import echelon; print('echelon', echelon.__version__)"], place, environ)
-    for command in [["echelon", "--version"], *commands((ROOT / "README.md").read_text(encoding="utf-8"))]:
-        run([str(binaries / command[0]), *command[1:]], place, environ)
+    for words, status in [Command(["echelon", "--version"]), *commands((ROOT / "README.md").read_text("utf-8"))]:
+        run([str(binaries / words[0]), *words[1:]], place, environ, status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -94,15 +94,15 @@ def make_environment(folder: Path, *packages: str) -> str:
     return python
 
 
-def run(command: Sequence[str], folder: Path, environ: dict[str, str] | None = None) -> None:
-    """Runs a command in a folder. Exits if it fails."""
+def run(command: Sequence[str], folder: Path, environ: dict[str, str] | None = None, expected: int = 0) -> None:
+    """Runs a command in a folder. Exits if it ends with another status than the expected one."""
     print("$", shlex.join(command), flush=True)
     try:
         status = subprocess.run(command, cwd=folder, env=environ, timeout=_TIMEOUT, check=False).returncode
     except subprocess.TimeoutExpired:
         raise SystemExit(f"{shlex.join(command)} took more than {_TIMEOUT} s") from None
-    if status:
-        raise SystemExit(f"{shlex.join(command)} ended with status {status}")
+    if status != expected:
+        raise SystemExit(f"{shlex.join(command)} ended with status {status}, not {expected}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -160,7 +160,7 @@ def circle():
             "extra/a/0/b is of type object, and a checkpoint takes numbers, text, tensors, and lists and dicts of "
             "them: store its parts, or give it state_dict and load_state_dict and pass it by a keyword of its own",
         ),
-        ({"a": 1 << 14_000}, "extra/a is a number of 14001 bits, and up to 14000 are stored"),
+        ({"a": 1 << 14_000}, "extra/a is a number of 14001 bits: at most 14000 can be stored"),
         ({"a": nested(51)}, f"extra/a{'/0' * 46}/ is nested more than 50 deep: flatten it"),
         ({"a": circle()}, "extra/a/0 contains itself, and JSON-like data cannot: take it out"),
     ],

@@ -155,7 +155,7 @@ def test_a_step_is_replaced_but_no_folder_of_that_name(tmp_path):
     saver.save(1, state_of({"a": torch.zeros(3)}))
     assert same(load(tmp_path)[1], {"a": torch.zeros(3)})
     (tmp_path / "step-00000002").mkdir()
-    with pytest.raises(CheckpointError, match="step-00000002 is there and is no checkpoint: move it away"):
+    with pytest.raises(CheckpointError, match="step-00000002 exists and is no checkpoint: move it away"):
         saver.save(2, state_of({"a": torch.ones(3)}))
     assert not list((tmp_path / "step-00000002").iterdir())
 

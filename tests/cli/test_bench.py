@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -31,6 +32,18 @@ def run(capture, *arguments):
 def test_simulated_ranks_take_the_time_of_the_formula(capsys):
     options = ("--min", "4K", "--max", "1M", "--factor", "256", "--algorithm", "ring", *SIMULATED)
     assert run(capsys, "all-reduce", "-n", "4", *options) == PRINTED
+
+
+def test_json_leaves_the_rows_to_a_terminal(capsys, monkeypatch):
+    options = ["bench", "all_reduce", "--max", "8", "--json", *SIMULATED]
+    assert main(options) == 0
+    quiet = capsys.readouterr()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(options) == 0
+    shown = capsys.readouterr()
+    assert shown.out == quiet.out
+    assert quiet.err == ""
+    assert [line.split()[0] for line in shown.err.splitlines()[1:]] == ["#", "#", "#", "8"]
 
 
 def test_hosts_and_networks_count(capsys):

@@ -18,7 +18,7 @@ from tests.helpers.commands import imported_by, printed, refusal
         (["run", "-n", "1000000", __file__], "-n 1000000: one host starts at most 1024 ranks"),
         (["run", "-n", "2", "no.py"], "script 'no.py' does not exist in "),
         (["run", "-n", "2", "/"], "script '/' is a folder: name a file in it, or run a package with -m"),
-        (["run", "-n", "two", __file__], "Invalid value for '-n'"),
+        (["run", "-n", "two", __file__], "-n two: not a number; give one, such as -n 2: see `echelon run --help`"),
         (["run", "-n", "2", "--grace", "-1", __file__], "--grace -1: use a number of seconds, 0 or more"),
         (["run", "-n", "2"], "Missing argument 'SCRIPT'"),
         (["run", __file__], "Missing option '-n' / '--num-ranks': say how many ranks to start: echelon run -n 2 "),

@@ -215,7 +215,7 @@ def test_the_memory_limit_counts_microbatches(capsys):
         ("all-redcue -r 2", "no schedule or collective is called 'all-redcue': did you mean all-reduce? There are "),
         ("ring -r 2", "ring is an algorithm: name the collective first, as in `echelon plan all-reduce --algorithm "),
         ("1f1b -r 2 -m 4 --forward 1e400", "--forward 1e400: above 1e100; give a smaller number, such as 1.5"),
-        ("1f1b -r two -m 4", "Invalid value for '-r'"),
+        ("1f1b -r two -m 4", "-r two: not a number; give one, such as -r 2"),
         ("2f2b -r 2 -m 4", "no schedule or collective is called '2f2b': "),
         ("1f1b --search -r 2 -m 4", "1f1b and --search are two requests: give one of them"),
         ("1f1b --compare -r 2 -m 4", "1f1b and --compare are two requests: give one of them"),

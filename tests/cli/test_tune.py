@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,11 @@ def test_it_says_what_it_found_and_where_it_is(capsys, tmp_path):
     assert os.listdir("new") == ["tuned.json"]
 
 
-def test_json_is_what_is_written(capsys, tmp_path):
+def test_json_is_what_is_written_and_a_terminal_shows_progress(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["tune", "-n", "3", "--json", "--output", "t.json", *SIMULATED]) == 0
-    text = capsys.readouterr().out
+    text, progress = capsys.readouterr()
+    assert progress.startswith("between hosts: ")
     assert text == (tmp_path / "t.json").read_text()
     measured = json.loads(text)["measured"]
     assert measured["ranks"] == 3

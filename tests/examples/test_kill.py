@@ -39,8 +39,9 @@ def test_the_others_end_within_seconds(rank, tmp_path):
         finally:
             launcher.kill()
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert errors.startswith(f"echelon: rank {rank} was killed by SIGKILL\n")
-    for other in sorted(set(range(4)) - {rank}):
-        assert f"then rank {other} raised PeerFailed: rank {rank} failed" in errors
+    assert errors.splitlines()[1] == f"echelon: rank {rank} was killed by SIGKILL"
+    after = [line for line in errors.splitlines() if line.startswith("echelon: then rank")]
+    assert after
+    assert all(" failed" in line and "SIGKILL" not in line for line in after), "no line repeats the cause"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
     assert seconds < 15  # within five on a machine that has nothing else to do

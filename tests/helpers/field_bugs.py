@@ -283,8 +283,8 @@ def uneven_microbatches():
 @bug(2, "pytorch/pytorch#108378", "A message is sent that nobody receives.")
 def send_without_receive():
     if begin() == 0:
-        work = dist.isend(torch.ones(4), 1)  # at: 0
-        work.wait()
+        work = dist.isend(torch.ones(4), 1)
+        work.wait()  # at: 0
 
 
 @bug(2, "NVIDIA/nccl#2130", "A batch has a receive that the other rank's batch has no send for.")

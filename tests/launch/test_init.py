@@ -116,14 +116,15 @@ def test_an_exception_reaches_the_peers_and_the_launcher(script):
     assert status == 1
     assert err.startswith("echelon: rank 1 raised KeyError: 'rank 1 has no key' (")
     assert "[1] Traceback (most recent call last):" in err
-    assert "then rank 0 raised PeerFailed: rank 1 failed: KeyError: 'rank 1 has no key'" in err
+    assert "echelon: then rank 0 failed in " in err
+    assert err.count("'rank 1 has no key'") == 3, "above and in the traceback, and as the root cause"
 
 
 def test_a_rank_that_dies_ends_the_job(script):
     status, _, err = finish(start("-m", "echelon", "run", "-q", "-n", "2", script, "die"))
     assert status == 137
     assert err.startswith("echelon: rank 1 was killed by SIGKILL\n")
-    assert "then rank 0 raised PeerFailed: rank 1 failed" in err
+    assert "then rank 0 failed in " in err
 
 
 def test_under_echelon_run_all_ranks_meet_and_what_was_sent_arrives_though_the_sender_has_ended(script):
@@ -180,7 +181,7 @@ def test_a_rank_that_dies_ends_a_job_over_gloo(script):
     status, _, err = finish(start("-m", "echelon", "run", "-q", "-n", "2", script, "die", ECHELON_BACKEND="gloo"))
     assert status == 137
     assert err.startswith("echelon: rank 1 was killed by SIGKILL\n")
-    assert "then rank 0 raised PeerFailed: rank 1 failed" in err
+    assert "then rank 0 failed in " in err
 
 
 def test_alone_an_engine_has_a_world_of_one(alone):

@@ -1,6 +1,7 @@
 """`echelon run` on real processes. The scripts import no torch, so each test takes a fraction of a second."""
 
 import contextlib
+import io
 import os
 import select
 import signal
@@ -10,6 +11,8 @@ import textwrap
 from collections import namedtuple
 
 import pytest
+
+from echelon.launch.run import MarkedStream
 
 Ended = namedtuple("Ended", "status out err")
 
@@ -123,7 +126,7 @@ def test_the_traceback_and_the_status_of_a_failing_rank_are_passed_on(script):
     ended = run(2, script("if rank == 1: raise ValueError('bad')"))
     assert ended.status == 1
     assert "[1] ValueError: bad" in ended.err
-    assert ended.err.splitlines()[-1] == "echelon: rank 1 exited with status 1"
+    assert ended.err.splitlines()[-1] == "echelon: rank 1 exited with status 1: ValueError: bad"
     assert run(2, script("sys.exit(3 * rank)")).status == 3
 
 
@@ -202,7 +205,7 @@ def test_the_traceback_of_the_cause_comes_first_and_only_once(script, tmp_path):
         if rank == 2:
             raise KeyError("the cause")
         wait_for("aborted2")
-        raise PeerFailed(2, "KeyError: the cause")
+        raise PeerFailed(2, "KeyError: the cause", f"rank {rank} in barrier, #1 at train.py:5")
     """)
     )
     ended = run(3, path, str(tmp_path))
@@ -211,10 +214,8 @@ def test_the_traceback_of_the_cause_comes_first_and_only_once(script, tmp_path):
     assert lines[0].startswith("echelon: rank 2 raised KeyError: 'the cause' (")
     assert lines[1] == "[2] Traceback (most recent call last):"
     assert ended.err.count("Traceback") == 1
-    assert sorted(line.split(" raised")[0] for line in lines[-3:-1]) == [
-        "echelon: then rank 0",
-        "echelon: then rank 1",
-    ]
+    assert lines[-2] == "echelon: then ranks 0 and 1 failed in barrier, #1 at train.py:5"
+    assert lines[-1] == lines[0].replace("rank 2", "root cause: rank 2"), "with one place"
 
 
 def test_a_rank_that_reported_but_does_not_leave_is_still_the_cause(script, tmp_path):
@@ -324,3 +325,31 @@ def test_a_collective_that_one_rank_calls_takes_a_screen_at_most(script, backend
     assert "rank 1: it has closed its group, before its first operation" in lines[0]
     assert any("in train" in line for line in lines)
     assert any("train(group)" in line for line in lines)
+
+
+def test_a_failure_before_there_is_a_group_is_named_by_the_line_of_its_exception(script):
+    path = script("""
+        if rank == 1:
+            try:
+                nowhere
+            finally:
+                print("[rank1]:[W1124] a warning of torch, after the traceback", file=sys.stderr)
+    """)
+    assert run(2, path).err.splitlines()[-1] == (
+        "echelon: rank 1 exited with status 1: NameError: name 'nowhere' is not defined"
+    )
+
+
+def test_the_last_words_of_a_stream_are_the_exception_or_the_last_line():
+    def words(text):
+        stream = MarkedStream(1, io.BytesIO())
+        stream.feed(text.encode())
+        stream.finish()
+        return stream.last_words()
+
+    traceback = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nKeyError: "x[0]: y"\n'
+    marked = "".join(f"[rank1]: {line}\n" for line in traceback.splitlines())
+    assert words(f"begin\n{traceback}a warning at the end\n") == words(marked) == 'KeyError: "x[0]: y"'
+    assert words("begin\n\nno data\n  indented") == "no data"
+    assert words("x" * 1000) == "x" * 300 + "..."
+    assert words("") == words("  \n") == ""

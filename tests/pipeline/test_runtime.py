@@ -147,20 +147,23 @@ def measure(group, name, recompute):
     model = nn.Sequential(*[Block() for _ in range(8)])
     pipe = Pipeline(model, group, schedule, loss_fn=nn.functional.mse_loss, recompute=recompute)
     step(pipe, make_batch(12, torch.float32))
-    return pipe.memory()
+    return pipe.memory(), pipe.timeline
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", TRAINING)
 def test_memory_is_what_the_plan_says(name, recompute):
-    for planned, measured in simulate(measure, 2, name, recompute):
+    for rank, ((planned, measured), timeline) in enumerate(results := simulate(measure, 2, name, recompute)):
         assert measured == planned > 0
+        assert timeline.memory_unit == "B"
+        for _, other in results:  # every rank has the strips of all ranks
+            assert max(level.amount for level in other.memory[rank]) == planned
 
 
 def test_more_microbatches_in_flight_hold_more():
-    (gpipe, _), (one_f_one_b, _) = (simulate(measure, 2, name, False) for name in ("gpipe", "1f1b"))
+    (gpipe, _), (one_f_one_b, _) = (simulate(measure, 2, name, False)[0] for name in ("gpipe", "1f1b"))
     assert gpipe.measured == 3 * one_f_one_b.measured, "all 6 of them, not 2"
-    recomputed, _ = simulate(measure, 2, "gpipe", True)
+    recomputed, _ = simulate(measure, 2, "gpipe", True)[0]
     assert recomputed.measured < gpipe.measured / 4
 
 

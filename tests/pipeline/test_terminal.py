@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -132,3 +133,27 @@ def test_anything_can_be_shown(timeline, text):
     assert plain(timeline, 80) == text
     assert len(lines(boxes_of(timeline), 80, in_color=True)) == timeline.num_ranks
     assert len(lines(boxes_of(timeline), 10, in_color=True)) == timeline.num_ranks
+
+
+STRIPS = """
+1f1b, simulated
+makespan 12, bubble rate 25.0 %, peak activations 4096 2048
+
+rank 0  F0 F1 ......B0--- F2 B1--- ...B2---
+4 KiB   ▄▄▄████████████████████████▄▄▄▄▄▄▄▄▄
+rank 1     F0 B0--- F1 B1--- F2 B2---
+2 KiB      ▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄
+
+F forward   B backward   █ most memory that a rank holds   . waits for a rank
+"""
+
+
+def test_memory_in_bytes_is_a_strip_below_its_rank():
+    in_bytes = replace(simulated("1f1b", 2, 3, activation=2048), memory_unit="B")
+    assert str(in_bytes) == STRIPS.strip()
+
+
+def test_ranks_without_room_for_strips_have_none():
+    in_bytes = replace(simulated("1f1b", 33, 3, activation=2048), memory_unit="B")
+    assert "KiB" not in str(in_bytes)
+    assert "rank 32" in str(in_bytes)

@@ -73,8 +73,10 @@ def test_this_project_is_refused_while_it_has_no_address(capsys):
 
 def test_the_commands_of_a_readme():
     block = "pip install .  # it\n$ echelon run -n 2 \\\n  a.py  # two\nmake demo\npython a.py\n"
-    text = f"```sh\n{block}```\n```python\necholon = 3\n```\n"
-    assert release.commands(text) == [["echelon", "run", "-n", "2", "a.py"], ["python", "a.py"]]
+    fails = "$ echelon simulate -n 3 hang.py\nechelon: DeadlockError\n  rank 1\n$ echelon checkpoint ls runs/gpt\n"
+    text = f"```sh\n{block}```\n```python\necholon = 3\n```\n```console\n{fails}```\n"
+    expected = [("echelon run -n 2 a.py", 0), ("python a.py", 0), ("echelon simulate -n 3 hang.py", 1)]
+    assert release.commands(text) == [(words.split(), status) for words, status in expected]
     assert release.commands((ROOT / "README.md").read_text())
 
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import echelon
@@ -387,3 +388,58 @@ def test_a_pipeline_that_waits_says_for_what():
         echelon.simulate(program, 2)
     assert "in receive from rank 1, the gradient of microbatch 0 for stage 0, at" in str(caught.value)
     assert "has not received a message of rank 0, the input of microbatch 1 for stage 1" in str(caught.value)
+
+
+# Sends of torch.distributed, which wait for their receives
+
+
+def both_send_first(start):
+    dist.init_process_group("gloo")
+    other, values = 1 - dist.get_rank(), torch.ones(2)
+    start(values, other)
+    dist.recv(values, other)
+
+
+@pytest.mark.parametrize("start", [dist.send, lambda values, other: dist.isend(values, other).wait()])
+def test_two_ranks_of_torch_that_both_send_first_wait_for_each_other(start):
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(both_send_first, 2, (start,))
+    first, *lines = str(caught.value).splitlines()
+    advice = "let one of them receive before it sends, or start the sends with isend"
+    assert first.endswith(f"rank 0 -> rank 1 -> rank 0: {advice}")
+    assert lines[0].startswith("  rank 0 waits for rank 1 in send to rank 1, tag 0, at ")
+    assert lines[1].startswith("  rank 1 waits for rank 0 in send to rank 0, tag 0, at ")
+
+
+def exchange():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    sent, got = torch.full((2,), float(rank)), torch.zeros(2)
+    work = dist.isend(sent, 1 - rank)
+    dist.recv(got, 1 - rank)
+    work.wait()
+    for each in dist.batch_isend_irecv([dist.P2POp(dist.isend, got, 1 - rank), dist.P2POp(dist.irecv, sent, 1 - rank)]):
+        each.wait()
+    polled = dist.isend(sent, 1 - rank)
+    dist.recv(got)  # from any rank
+    while not polled.is_completed():
+        pass
+    return sent.tolist(), got.tolist()
+
+
+def test_sends_of_torch_end_with_their_receives():
+    assert echelon.simulate(exchange, 2).results == [([0.0, 0.0], [1.0, 1.0]), ([1.0, 1.0], [0.0, 0.0])]
+
+
+def send_to_a_killed_rank():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        with pytest.raises(echelon.PeerFailed, match="rank 1 failed: killed at 1 s"):
+            dist.send(torch.ones(2), 1)
+        return "told"
+    return dist.recv(torch.ones(3), 0, tag=7)
+
+
+def test_a_send_of_torch_ends_when_its_receiver_is_killed():
+    run = echelon.simulate(send_to_a_killed_rank, 2, faults=[echelon.Kill(1, at=1.0)])
+    assert run.results[0] == "told"

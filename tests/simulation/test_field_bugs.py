@@ -26,6 +26,7 @@ DEADLOCKS = {
     "gathered_in_the_wrong_group",
     "batch_without_its_send",
     "receive_before_send",
+    "send_without_receive",
     "uneven_batches",
 }
 

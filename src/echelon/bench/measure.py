@@ -10,17 +10,18 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from echelon.bench import mpi, table
-from echelon.bench.request import DEFAULT_RANKS, Case, Request, Tuning, is_launched, read_hosts
+from echelon.bench.request import DEFAULT_RANKS, REDUCTIONS, ROOTED, Case, Request, Tuning, is_launched, read_hosts
 from echelon.bench.subject import Call, EchelonSubject, GlooSubject, Subject
 from echelon.bench.table import Measured, Row
 from echelon.bench.workload import Workload
@@ -111,6 +112,7 @@ def measure_and_print(
     if peer is not None:
         subjects.append(peer(group))
     prints = group.rank == 0
+    shown = progress(request.as_json) if prints else None
     try:
         about = textwrap.fill(_head(group, request), 80, subsequent_indent="#   ", break_long_words=False)
         head = f"{about}\n{table.titles([subject.name for subject in subjects])}\n"
@@ -118,8 +120,8 @@ def measure_and_print(
         def report(row: Row) -> None:
             nonlocal head
             # The head goes with the first row, so that a refused operation prints its error alone.
-            if prints and not request.as_json:
-                print(head + table.line(row), flush=True)
+            if shown is not None:
+                print(head + table.line(row), file=shown, flush=True)
                 head = ""
 
         rows = measure(group, request, subjects, report)
@@ -132,9 +134,23 @@ def measure_and_print(
     return table.wrong_values(rows)
 
 
+def progress(as_json: bool) -> TextIO | None:
+    """Returns the stream for lines that are printed while more is measured. None if nobody sees them.
+
+    With JSON on stdout, the lines go to stderr if that is a terminal.
+    """
+    if not as_json:
+        return sys.stdout
+    return sys.stderr if sys.stderr.isatty() else None
+
+
 def _head(group: ProcessGroup, request: Request) -> str:
     where = f"{counted(group.world_size, 'rank')} on {counted(max(group.hosts) + 1, 'host')}"
     what = request.operation if request.algorithm is None else f"{request.operation} by {request.algorithm}"
+    if request.vs is not None:  # a table of two subjects has no room for these columns
+        what += f" of {request.dtype}"
+        what += f", {request.op}" if request.operation in REDUCTIONS else ""
+        what += f", root {request.root}" if request.operation in ROOTED else ""
     if group.backend.name == "simulated":
         return f"# {what}: {where}, simulated over {_network_text(request)}, in virtual time"
     machine = f"{counted(os.cpu_count() or 1, 'core')}, torch {torch.__version__}, {platform.system()}"

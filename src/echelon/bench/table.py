@@ -55,37 +55,70 @@ class Row(NamedTuple):
         return self.measured[-1].seconds / self.measured[0].seconds if self.measured[0].seconds > 0 else 0.0
 
 
-# Columns of nccl-tests, once for each subject.
-_OURS = ("time", "algbw", "busbw", "wrong")
-_WIDTHS = (9, 8, 8, 6)
-_CASE_WIDTHS = (11, 11, 11, 8, 5)
+class _Column(NamedTuple):
+    """Column of the table."""
+
+    title: str
+    unit: str
+    width: int
+
+
+# Columns of nccl-tests. Two subjects share 80 characters, so `echelon bench` prints type, op and root above the table.
+_SIZE, _COUNT = _Column("size", "(B)", 11), _Column("count", "(elements)", 11)
+_ONCE = (_SIZE, _COUNT, _Column("type", "", 11), _Column("op", "", 8), _Column("root", "", 5))
+_TIME, _WRONG = _Column("time", "(us)", 9), _Column("wrong", "", 6)
+_BUS_BANDWIDTH = _Column("busbw", "(GB/s)", 8)
+_ALONE = (_TIME, _Column("algbw", "(GB/s)", 8), _BUS_BANDWIDTH, _WRONG)
+_BESIDE = (_TIME, _BUS_BANDWIDTH, _WRONG)
 
 
 def titles(subjects: Sequence[str]) -> str:
     """Returns the three header lines of the table."""
     # The widths are fixed, since each line is printed before the next one is measured.
-    case = ("size", "count", "type", "op", "root")
-    lines = [_cells(cells, _CASE_WIDTHS) for cells in (("",) * 5, case, ("(B)", "(elements)", "", "", ""))]
+    of_case, of_subject = _columns(len(subjects))
+    lines = [_cells(each, of_case) for each in (("",) * len(of_case), _titles(of_case), _units(of_case))]
     for subject in subjects:
-        lines[0] += "  " + subject.center(sum(_WIDTHS))
-        lines[1] += "  " + _cells(_OURS, _WIDTHS)
-        lines[2] += "  " + _cells(("(us)", "(GB/s)", "(GB/s)", ""), _WIDTHS)
+        lines[0] += "  " + subject.center(sum(column.width for column in of_subject))
+        lines[1] += "  " + _cells(_titles(of_subject), of_subject)
+        lines[2] += "  " + _cells(_units(of_subject), of_subject)
     lines[1] += "  ratio" if len(subjects) > 1 else ""
     return "\n".join(f"#{line}".rstrip() for line in lines)
 
 
 def line(row: Row) -> str:
     """Returns the table's line for a row."""
-    case = row.case
-    op = case.op if case.operation in REDUCTIONS else "-"
-    root = str(case.root) if case.operation in ROOTED else "-"
-    text = " " + _cells((str(case.size), str(case.num_elements), case.dtype, op, root), _CASE_WIDTHS)
+    of_case, of_subject = _columns(len(row.measured))
+    text = " " + _cells((str(row.case.size), str(row.case.num_elements), *_call(row.case))[: len(of_case)], of_case)
     for measured in row.measured:
-        bandwidths = (f"{row.algorithm_bandwidth(measured):.3f}", f"{row.bus_bandwidth(measured):.3f}")
-        text += "  " + _cells((_microseconds(measured), *bandwidths, str(measured.wrong)), _WIDTHS)
+        cells = {
+            "time": _microseconds(measured),
+            "algbw": f"{row.algorithm_bandwidth(measured):.3f}",
+            "busbw": f"{row.bus_bandwidth(measured):.3f}",
+            "wrong": str(measured.wrong),
+        }
+        text += "  " + _cells([cells[column.title] for column in of_subject], of_subject)
     if len(row.measured) == 1:
         return text
     return text + f"  {row.ratio:5.{1 if row.ratio >= 10 else 2}f}"
+
+
+def _columns(num_subjects: int) -> tuple[Sequence[_Column], Sequence[_Column]]:
+    """Returns the columns of a case and of each subject."""
+    return (_ONCE, _ALONE) if num_subjects == 1 else (_ONCE[:2], _BESIDE)
+
+
+def _call(case: Case) -> tuple[str, str, str]:
+    """Returns type, op and root as text, "-" where the operation has none."""
+    op = case.op if case.operation in REDUCTIONS else "-"
+    return case.dtype, op, str(case.root) if case.operation in ROOTED else "-"
+
+
+def _titles(columns: Sequence[_Column]) -> list[str]:
+    return [column.title for column in columns]
+
+
+def _units(columns: Sequence[_Column]) -> list[str]:
+    return [column.unit for column in columns]
 
 
 def _microseconds(measured: Measured) -> str:
@@ -94,8 +127,8 @@ def _microseconds(measured: Measured) -> str:
     return f"{value:.{2 if value < 1000 else 1 if value < 10000 else 0}f}"
 
 
-def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+def _cells(cells: Sequence[str], columns: Sequence[_Column]) -> str:
+    return "".join(cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True))
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from echelon.arguments import writing
-from echelon.bench.measure import measure_case, network_of
+from echelon.bench.measure import measure_case, network_of, progress
 from echelon.bench.request import DEFAULT_RANKS, Case, Tuning, is_launched
 from echelon.bench.subject import EchelonSubject
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
@@ -64,7 +64,13 @@ def _path(tuning: Tuning) -> Path:
 
 
 def _tune_and_write(group: ProcessGroup, tuning: Tuning) -> None:
-    text = tune(group, tuning.sizes(), tuning.turns, lambda line: None if tuning.as_json else print(line, flush=True))
+    shown = progress(tuning.as_json)
+
+    def report(line: str) -> None:
+        if shown is not None:
+            print(line, file=shown, flush=True)
+
+    text = tune(group, tuning.sizes(), tuning.turns, report)
     if group.rank != 0:
         return
     path = _path(tuning)

@@ -273,8 +273,8 @@ def _compare(part: _Part, told: Sequence[Mapping[str, Any]]) -> None:
         differing = [rank for rank, each in enumerate(told) if each["shared"][name] != told[0]["shared"][name]]
         if differing and name == "loader":
             raise InvalidArgument(
-                f"the loader is at another sample on rank {differing[0]} than on rank 0: save when all ranks have had "
-                "as many batches"
+                f"the loader is at another sample on rank {differing[0]} than on rank 0: save when all ranks have "
+                "taken the same number of batches"
             )
         if differing and name.startswith("extra/"):
             raise InvalidArgument(

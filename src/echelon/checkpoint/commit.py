@@ -104,7 +104,7 @@ def commit(fs: FileSystem, folder: str, step: int, run: str, manifest: bytes) ->
         fs.sync_folder(folder)
         return
     if not fs.is_folder(path) or NAME not in fs.list_folder(path):
-        raise CheckpointError(f"{path} is there and is no checkpoint: move it away, or use another folder")
+        raise CheckpointError(f"{path} exists and is no checkpoint: move it away, or use another folder")
     fs.exchange(draft, path)
     fs.sync_folder(folder)
     remove_draft(fs, draft)

@@ -145,7 +145,7 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], around: list[i
         value = value.item()
     if isinstance(value, int):
         if value.bit_length() > _LONGEST:
-            raise InvalidArgument(f"{name} is a number of {value.bit_length()} bits, and up to {_LONGEST} are stored")
+            raise InvalidArgument(f"{name} is a number of {value.bit_length()} bits: at most {_LONGEST} can be stored")
         return int(value) if abs(value) < _EXACT else {_MARK + "int": str(int(value))}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_MARK + "float": repr(float(value))}

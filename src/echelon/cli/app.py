@@ -96,9 +96,43 @@ def _unknown_option(error: Any) -> str:
     if not name or error.ctx is None:
         return ""
     known = [option for each in error.ctx.command.params for option in each.opts if option.startswith("-")]
+    if name in known:  # another mistake than its name
+        return ""
     other = _OF_OTHER_LAUNCHERS.get(name, "")
     near = [other] if other in known else difflib.get_close_matches(name, known, n=1)
-    return f"No such option: {name}{f': did you mean {near[0]}?' if near else ''}"
+    return f"No such option: {name}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def _bad_number(error: Any, words: Sequence[str]) -> str:
+    """Returns an error text for an option whose value is no number. Empty for other errors."""
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            name, is_joined, value = word.partition("=")
+            is_short = len(option) == 2 and len(name) > 2 and name.startswith(option)
+            if is_short and not is_joined and _is_number(following):  # -mb 8, which typer takes for -m b
+                return f"No such option: {word}; did you mean {option} {following}?"
+            value = value if is_joined else name[2:] if is_short else following
+            if (name == option or is_short) and not value.removeprefix("-").isdecimal():
+                kind = "whole number" if _is_number(value) else "number"
+                return f"{option} {value}: not a {kind}; give one, such as {option} 2"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _command_of(error: Any, words: Sequence[str]) -> str:
+    """Returns the command whose help describes the mistake, such as "echelon run"."""
+    if error.ctx is not None:
+        return str(error.ctx.command_path)
+    # typer gives no context for an option without its value.
+    known = {each.name for each in app.registered_commands}
+    return f"echelon {words[0]}" if words and words[0] in known else "echelon"
 
 
 def run_app(arguments: Sequence[str]) -> int:
@@ -116,9 +150,10 @@ def run_app(arguments: Sequence[str]) -> int:
         # 2 for a wrong argument, as typer's own errors; 1 for a failure of the run.
         return 2 if isinstance(error, ValueError | FileError) else 1
     except _UsageError as error:
-        message = _unknown_option(error) or error.format_message().rstrip(".")
-        of_command = "echelon" if error.ctx is None else error.ctx.command_path
-        print(f"echelon: {message}: see `{of_command}{' all-reduce' * of_collective} --help`", file=sys.stderr)
+        message = _unknown_option(error) or _bad_number(error, arguments) or error.format_message().rstrip(".")
+        of_command = _command_of(error, arguments) + " all-reduce" * of_collective
+        see = " See" if message.endswith("?") else ": see"
+        print(f"echelon: {message}{see} `{of_command} --help`", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         # Commands that only plan run without torch; the others import it late.

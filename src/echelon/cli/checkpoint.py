@@ -40,7 +40,8 @@ def ls(path: Path, as_json: Json = False) -> None:
 def verify(path: Path, step: Step = None, as_json: Json = False) -> int:
     """Reads every byte of the checkpoints, and names each file and tensor that is damaged.
 
-    Exits with status 1 if anything is wrong. A folder that is named as a step and has no manifest is.
+    Exits with status 1 if anything is wrong. A folder with the name of a step and
+    without a manifest counts as wrong.
     """
     folder = _folder(path)
     steps = sorted(each.step for each in folder.found()) if step is None else [step]
@@ -96,7 +97,7 @@ def import_(
     dcp: Annotated[str, typer.Option(metavar="DIR", help="Folder that torch.distributed.checkpoint wrote.")],
     step: Annotated[int, typer.Option("--step", metavar="N", help="Step of the new checkpoint.")] = 0,
 ) -> None:
-    """Makes a checkpoint of one of torch.distributed.checkpoint.
+    """Converts a checkpoint of torch.distributed.checkpoint.
 
     Its metadata is a pickle, which can run any code when it is read: import only folders that you trust.
     """

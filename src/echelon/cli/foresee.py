@@ -40,9 +40,9 @@ class ForeseeOptions:
     ] = None
     network: Annotated[str, value("NAME", "Network between the hosts.")] = "infiniband-400g"
     rails: Annotated[int, value("COUNT", "Separate networks, one for each NIC of a host; 0 for a single one.")] = 0
-    oversubscription: Annotated[
-        float, value("RATIO", "Bandwidth of a host's NICs by that of its uplink: 2 if the uplink has half.")
-    ] = 1.0
+    oversubscription: Annotated[float, value("RATIO", "Bandwidth of a host's NICs, divided by that of its uplink.")] = (
+        1.0
+    )
     steps: Annotated[int, value("COUNT", "Steps to run; the last one is foreseen, the others warm up.")] = 2
     until: Annotated[
         str | None, value("FUNCTION", "Function whose return ends a step.  [default: the optimizers' steps]")

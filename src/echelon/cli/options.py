@@ -19,10 +19,10 @@ def value(metavar: str, description: str) -> Any:
     return typer.Option(metavar=metavar, help=description)
 
 
-Svg: TypeAlias = Annotated[str | None, value("FILE", "Draw it as SVG.")]
-Png: TypeAlias = Annotated[str | None, value("FILE", "Draw it as PNG.")]
-Html: TypeAlias = Annotated[str | None, value("FILE", "Write it as a page with zoom and search.")]
-Chrome: TypeAlias = Annotated[str | None, value("FILE", "Write it as a Chrome trace (Perfetto).")]
+Svg: TypeAlias = Annotated[str | None, value("FILE", "Draw the timeline as SVG.")]
+Png: TypeAlias = Annotated[str | None, value("FILE", "Draw the timeline as PNG.")]
+Html: TypeAlias = Annotated[str | None, value("FILE", "Write the timeline as a page with zoom and search.")]
+Chrome: TypeAlias = Annotated[str | None, value("FILE", "Write the timeline as a Chrome trace (Perfetto).")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _Options = TypeVar("_Options")

@@ -38,7 +38,7 @@ class SimulateOptions:
     network: Annotated[
         str | None, value("NAME", "Network between the ranks, such as 10GbE.  [default: messages take no time]")
     ] = None
-    costs: Annotated[str | None, value("measured", "Computing takes the CPU time that it takes here.")] = None
+    costs: Annotated[str | None, value("measured", "Charge computing by the CPU time measured here.")] = None
     faults: Annotated[
         list[str] | None, value("FAULTS", f"Faults, separated by commas; may be repeated: {fault_text.IN_WORDS}.")
     ] = None

@@ -177,7 +177,7 @@ def _with(device: Device, **changed: Any) -> Device:
 
 
 def _acts(elements: int) -> list[Act]:
-    """Returns calls of one kernel each, on tensors of about so many elements, as a training step has."""
+    """Returns calls of one kernel each, on tensors of about `elements` elements, as in a training step."""
     aten = torch.ops.aten
     x, y, z = (torch.randn(max(1, elements // 256), min(elements, 256)) for _ in range(3))
     weight, bias = torch.ones(x.shape[1]), torch.zeros(x.shape[1])

@@ -98,7 +98,7 @@ class _Disturbance:
 def _collective(act: Act, size: int, share: float) -> float:
     """Returns the processor seconds by which a collective lengthens a step, where each rank has a share of one.
 
-    They include the waking of ranks that sleep, and waiting for those that come later.
+    They include the waking of ranks that sleep, and the wait for later ranks.
     """
     disturb, tensors, turns = _Disturbance(), cycle(_tensors(size)), []
     for _ in range(_TURNS):

@@ -302,8 +302,8 @@ def foresee(
     last one, and others that differ from them. Collectives are compared between roles. The recorded step is then played
     on a model of the devices and their network. Nothing is written to files.
 
-    On a machine of the kind that `gpu` was calibrated on, each role also runs alone with real tensors for some seconds,
-    in a process of its own, and its kernels take the time that they take there.
+    On a machine of the kind that `gpu` was calibrated on, each role also runs alone for some seconds, with real tensors
+    and in a process of its own. Its kernels then take the time measured there.
 
     Args:
         fn: function of the ranks, called as by `echelon.simulate`.

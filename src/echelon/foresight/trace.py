@@ -49,7 +49,7 @@ class Collective(NamedTuple):
     """A collective on the communication stream of its group."""
 
     stream: int
-    """Stream that was current. The collective begins after what has been put on it, and with `blocking` it waits."""
+    """Stream that was current. The collective begins after the earlier work on it, and with `blocking` it waits."""
     number: int
     """Name of the collective for `Wait`, unique in the trace."""
     kind: str
@@ -91,7 +91,7 @@ class Message(NamedTuple):
     place: int
     module: int
     is_ordered: bool = True
-    """Whether it begins after earlier messages between the two ranks. Those of Echelon are matched by their tags."""
+    """Whether it begins after earlier messages between the two ranks. Echelon's messages are matched by their tags."""
 
 
 class Wait(NamedTuple):

@@ -40,7 +40,7 @@ from echelon.errors import (
     status_of,
     summarize,
 )
-from echelon.wording import counted
+from echelon.wording import counted, listed
 
 if TYPE_CHECKING:
     from echelon.group.group import ProcessGroup
@@ -53,7 +53,7 @@ class RankFailure:
     at: seconds on the clock of `time.monotonic`, which all processes of one host share. summary: one line. traceback:
     text, empty if the rank left none. where: the innermost line of the user's own code, as "file:line", or empty.
     blames: the rank whose failure caused this one, None if the failure is the rank's own. status: the exit status to
-    pass on.
+    pass on. consequence: a shorter summary, for a reader who has seen the failure of rank consequence_of.
     """
 
     rank: int
@@ -63,9 +63,17 @@ class RankFailure:
     where: str = ""
     blames: int | None = None
     status: int = 1
+    consequence: str = ""
+    consequence_of: int | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.summary}"
+
+    @property
+    def placed(self) -> str:
+        """The summary with the line of the user's code, named once."""
+        named = self.where in (word.strip("(),:;") for word in self.summary.split())
+        return f"{self.summary} ({self.where})" if self.where and not named else self.summary
 
 
 GRACE = 3.0
@@ -77,6 +85,18 @@ _NOTICED_LATE = 1.0
 def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """Returns the earliest failure that blames no other rank. The earliest of all if each blames one."""
     return min(failures, key=lambda failure: (failure.blames is not None, _began(failure)))
+
+
+def consequences(cause: RankFailure, others: Iterable[RankFailure]) -> list[str]:
+    """Returns a line for each kind of failure after `cause`, without repeating the cause."""
+    ranks: dict[str, list[int]] = {}
+    for failure in others:
+        # A mismatch has two sides: each rank may name the other one, or tell both alike.
+        names = failure.consequence_of == cause.rank or cause.consequence_of == failure.rank
+        is_same = names or failure.summary == cause.summary
+        text = failure.consequence if failure.consequence and is_same else failure.placed
+        ranks.setdefault(text, []).append(failure.rank)
+    return [f"{listed(alike)} {text}" for text, alike in ranks.items()]
 
 
 def _began(failure: RankFailure) -> float:
@@ -128,15 +148,29 @@ def describe(rank: int, error: BaseException) -> RankFailure:
     frames = traceback.extract_tb(error.__traceback__)
     # The user's line, not the innermost one, which lies inside of Echelon or torch.
     own = [frame for frame in frames if not is_foreign(frame.filename)]
+    where = f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    consequence, consequence_of = _as_consequence(error, rank, where)
     return RankFailure(
         rank=rank,
         at=time.monotonic(),
         summary=describe_exit_of(error.code) if isinstance(error, SystemExit) else f"raised {summarize(error)}",
         traceback=folded(error),
-        where=f"{own[-1].filename}:{own[-1].lineno}" if own else "",
+        where=where,
         blames=None if isinstance(error, SystemExit) else blamed_rank(error),
         status=status_of(error.code) if isinstance(error, SystemExit) else 1,
+        consequence=consequence,
+        consequence_of=consequence_of,
     )
+
+
+def _as_consequence(error: BaseException, rank: int, where: str) -> tuple[str, int | None]:
+    """Returns a summary for readers of another rank's failure, which `error` repeats, and that rank."""
+    if isinstance(error, PeerFailed) and error.operation:
+        # The operation begins with the rank: "rank 0 in barrier", "rank 0, waiting for the input of stage 1".
+        return f"failed{error.operation.removeprefix(f'rank {rank}')}", error.rank
+    if isinstance(error, CollectiveMismatch):
+        return f"raised CollectiveMismatch, too{f' ({where})' if where else ''}", error.rank
+    return "", None
 
 
 def folded(error: BaseException) -> str:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,15 @@ from typing import BinaryIO
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch import report
 from echelon.launch.environment import without_launcher
-from echelon.launch.report import ERROR_FILE, GRACE, RankFailure, describe_exit, exit_status, first_cause
+from echelon.launch.report import (
+    ERROR_FILE,
+    GRACE,
+    RankFailure,
+    consequences,
+    describe_exit,
+    exit_status,
+    first_cause,
+)
 from echelon.launch.variables import ReservedPort, threads_per_rank
 from echelon.wording import counted, listed
 
@@ -183,15 +192,19 @@ class RankProcess:
             self.send_signal(signal.SIGKILL)
         return self._process.wait()
 
-    def failure(self, at: float) -> RankFailure:
+    def failure(self, at: float, last_words: str) -> RankFailure:
         """Returns the rank's failure: its own report, or a record made from its exit code. Call it after `reap`.
 
         Args:
             at: time at which the end was noticed, on the clock of `time.monotonic`.
+            last_words: line of its stderr that says why it ended, or empty.
         """
+        if reported := self.reported():
+            return reported
         code = self._process.returncode
-        reported = self.reported()
-        return reported or RankFailure(rank=self.rank, at=at, summary=describe_exit(code), status=exit_status(code))
+        words = last_words if code > 0 else ""  # a signal's name says more
+        summary = f"{describe_exit(code)}{f': {words}' if words else ''}"
+        return RankFailure(rank=self.rank, at=at, summary=summary, status=exit_status(code))
 
     def reported(self) -> RankFailure | None:
         """Returns the failure that the rank reported itself. None if it did not."""
@@ -227,6 +240,12 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 _LONGEST_LINE = 1 << 20
 """Bytes. A longer line is cut, so that output without line ends cannot fill the memory."""
 
+_RECENT_LINES = 50
+"""Most lines of a stream that are kept. torch writes some after the traceback of a rank."""
+
+_LONGEST_WORDS = 300
+"""Most characters of a rank's last words in a message."""
+
 
 class MarkedStream:
     """Copy of one rank's stdout or stderr to `target`, with the rank before each line, as in "[2] loss 3.1".
@@ -238,9 +257,11 @@ class MarkedStream:
         mark = f"[{rank}] "
         if color:
             mark = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{mark}\x1b[0m"
+        self._rank = rank
         self._mark = mark.encode()
         self._target = target
         self._pending = b""
+        self._recent: deque[bytes] = deque(maxlen=_RECENT_LINES)
 
     def feed(self, data: bytes) -> None:
         """Writes the lines that `data` completes, and keeps the rest until its line ends."""
@@ -256,8 +277,21 @@ class MarkedStream:
             self._write([self._pending])
             self._pending = b""
 
+    def last_words(self) -> str:
+        """Returns the line of the last traceback that has its exception, or else the last line. Empty if none is left.
+
+        A rank that ends before `echelon.init` reports no failure, so its stderr has to say why.
+        """
+        # torch prefixes the lines of a traceback by "[rank1]: ".
+        lines = [line.decode(errors="replace").removeprefix(f"[rank{self._rank}]: ").rstrip() for line in self._recent]
+        begin = max((n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")), default=-1)
+        ends = [line for line in lines[begin + 1 :] if line and not line[0].isspace()]
+        words = ends[0 if begin >= 0 else -1] if ends else ""
+        return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}..."
+
     def _write(self, lines: list[bytes]) -> None:
         if lines:
+            self._recent.extend(lines)
             self._target.write(b"".join(self._mark + line + b"\n" for line in lines))
             self._target.flush()
 
@@ -326,26 +360,22 @@ class FailureLog:
         cause = self._explained or first_cause(self._failures)
         if self._explained is None:
             self._explain(cause)
-        after = [_line(failure) for failure in self._failures if failure.rank != cause.rank]
+        after = consequences(cause, (failure for failure in self._failures if failure.rank != cause.rank))
         if silent := ended - self.ranks:
             after.append(f"{listed(silent)} went on for {grace:g} s and {'was' if len(silent) == 1 else 'were'} ended")
         for line in after:
             self._console.say(f"then {line}")
         # Last, where one looks: below the traceback, and the failures that it led to.
         if after or cause.traceback:
-            self._console.say(f"root cause: {cause}")
+            self._console.say(f"root cause: rank {cause.rank} {cause.placed}")
         return cause.status
 
     def _explain(self, failure: RankFailure) -> None:
         self._explained = failure
-        self._console.say(_line(failure))
+        self._console.say(f"rank {failure.rank} {failure.placed}")
         trace = MarkedStream(failure.rank, self._console.stderr, color=self._console.color_stderr)
         trace.feed(failure.traceback.encode())
         trace.finish()
-
-
-def _line(failure: RankFailure) -> str:
-    return f"{failure} ({failure.where})" if failure.where else str(failure)
 
 
 class Launcher:
@@ -433,7 +463,7 @@ class Launcher:
         if code == 0 or (ended_by_us and process.reported() is None):
             return
         is_first = not self._failures.ranks
-        self._failures.add(process.failure(at))
+        self._failures.add(process.failure(at, self._streams[process.stderr].last_words()))
         if self._interrupted_by:
             return
         if is_first:

@@ -22,7 +22,7 @@ from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError, PeerFailed, Timeout
 from echelon.launch import environment
 from echelon.launch.call import rank_call
-from echelon.launch.report import GRACE, first_cause
+from echelon.launch.report import GRACE, consequences, first_cause
 from echelon.launch.variables import ReservedPort, threads_per_rank
 from echelon.launch.worker import Job, Outcome, Worker, leave_if_imported
 from echelon.wording import listed
@@ -289,7 +289,6 @@ def _raise_first(outcomes: dict[int, Outcome]) -> NoReturn:
     # Pickling loses an exception's traceback, so the rank's comes along as a note.
     there = f":\n{cause.traceback.rstrip()}" if cause.traceback else ""
     error.add_note(f"rank {cause.rank} failed first{there}")
-    for failure in failures:
-        if failure is not cause:
-            error.add_note(f"then {failure}")
+    for line in consequences(cause, (failure for failure in failures if failure is not cause)):
+        error.add_note(f"then {line}")
     raise error

@@ -36,6 +36,9 @@ from echelon.simulation.world import World, is_plain
 T = TypeVar("T")
 
 
+SEND = "send to"
+
+
 # A tuple instead of text: it is made for each message, and only errors need the words.
 class Passage(NamedTuple):
     """Description of a send or receive, converted to text only for errors."""
@@ -362,13 +365,15 @@ class VirtualMessages(Messages):
         self.check_send(tensor, dst)
         tag = Tag.of(tag)
         task = self._begin("" if is_plain(tag) else note)
-        passage = Passage("send to", dst, tag)
+        passage = Passage(SEND, dst, tag)
         work: VirtualWork[None] = VirtualWork(self._boundary, passage, self.timeout, dst, note, None)
         # The peer is gone, or the group revoked, as far as this rank knows by now.
         if error := self._mailbox.failures.of(dst, tag):
             work.complete(error=error)
         else:
-            self._world.send_tensor(self.rank, dst, tensor, tag, note, work.complete)
+            self._world.send_tensor(
+                self.rank, dst, tensor, tag, note, self._world.end_of_send(self.rank, dst, tag, work)
+            )
         self._boundary.leave(task)
         return work
 

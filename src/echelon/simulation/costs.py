@@ -80,7 +80,7 @@ class Meter:
             if replayed is None:
                 raise LaunchError(
                     f"rank {thread[0]} makes more calls than were measured: replay the program, the arguments, "
-                    "the seed and the network that the measurements are of"
+                    "the seed and the network of the measurements"
                 )
             seconds = replayed
         self._taken.setdefault(thread, []).append(seconds)
@@ -144,7 +144,7 @@ def _of_actions(costs: Costs) -> StepCost:
     amounts = costs.transfer if isinstance(costs.transfer, Sequence) else [costs.transfer]
     if any(amounts):
         raise LaunchError(
-            f"costs=Costs(transfer={costs.transfer}): the network says what a transfer costs: use transfer=0 and "
+            f"costs=Costs(transfer={costs.transfer}): the network has the cost of transfers: use transfer=0 and "
             "network=Network(latency=, bandwidth=)"
         )
 

@@ -12,7 +12,7 @@ from echelon.call_site import place_of_thread, source_of
 from echelon.errors import DeadlockError
 from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.pipeline.run.transfer import what_passes
-from echelon.simulation.backend import Passage, StoreWait, VirtualWork
+from echelon.simulation.backend import SEND, Passage, StoreWait, VirtualWork
 from echelon.simulation.scheduler import Task
 from echelon.simulation.watchdog import Blocked
 from echelon.simulation.world import World, is_plain
@@ -33,6 +33,8 @@ class Waiting(NamedTuple):
     """Line of the program. Empty if the rank's function has returned."""
     is_beside: bool
     """Whether the task is a lane. `place` is then the line that started the operation."""
+    is_send: bool
+    """Whether it waits for the receive of a message that it sends."""
     is_collective: bool
     """Whether it waits in a collective, or for an asynchronous operation."""
     of_store: bool
@@ -161,6 +163,8 @@ def _advice(cycle: Sequence[Waiting]) -> str:
                 f"with {listed(in_collective)} in a collective and {listed(others)} in a message: make all ranks of "
                 "the group call the collective, or pass the message before it"
             )
+        if all(task.is_send for task in cycle):
+            return "let one of them receive before it sends, or start the sends with isend"
         return "let one of them send before it waits"
     if len({task.group for task in cycle}) == 1:
         return (
@@ -199,6 +203,7 @@ def _waiting(world: World, task: Task) -> Waiting:
         doing=_doing(work, world.flight_recorders[task.rank]),
         place=_line_of_lane(world, task, work) if task.number else source_of(place_of_thread(task.thread.ident)),
         is_beside=task.number > 0,
+        is_send=isinstance(work.description, Passage) and work.description.doing == SEND,
         is_collective=work.awaited() == (task.rank,) or bool(work.operation),
         of_store=isinstance(work, StoreWait),
         group=flight.group if flight is not None and is_collective else "",

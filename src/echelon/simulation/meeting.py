@@ -9,7 +9,7 @@ fails, or with the group.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from echelon.backends.collective import Collective
 from echelon.backends.formats.wire import Tag
-from echelon.backends.matching import Mailbox
+from echelon.backends.matching import Key, Mailbox
 from echelon.backends.memory import plain
 from echelon.backends.work import Work
 from echelon.collectives.plans.plan import Plan
@@ -302,6 +302,21 @@ class Hall:
                 yield LeftOut(absent[0], meeting.first, Tag(self._context, sequence), meeting.note)
 
 
+class AwaitedReceive:
+    """Send that ends once its transfer is done and a receive has taken its message, as over Gloo and NCCL."""
+
+    def __init__(self, dst: int, work: Work[None]) -> None:
+        self.dst = dst
+        self.work = work
+        self._remaining = 2
+
+    def advance(self) -> None:
+        """Records one of both. The second one ends the send."""
+        self._remaining -= 1
+        if not self._remaining:
+            self.work.complete()
+
+
 class MeetingMailbox(Mailbox):
     """Mailbox of a simulated rank, which also ends its seats in meetings when a peer or a group fails."""
 
@@ -309,6 +324,21 @@ class MeetingMailbox(Mailbox):
         super().__init__()
         self.seats: dict[Seat, int] = {}
         """Seats whose end has not come, each with the context of its group."""
+        self.awaiting: dict[Key, deque[AwaitedReceive]] = {}
+        """Sends of other ranks that wait for a receive here, in order, by source and tag."""
+        self.own_sends: list[AwaitedReceive] = []
+        """Sends of this rank that wait for a receive."""
+
+    def count_claimed(self, src: int, tag: Tag) -> None:  # noqa: D102
+        super().count_claimed(src, tag)
+        # Messages of one source and tag are taken in the order of their sends.
+        if queue := self.awaiting.get((src, tag)):
+            queue.popleft().advance()
+
+    def add_own_send(self, send: AwaitedReceive) -> None:
+        """Adds a send of this rank, which ends with an error if its receiver fails."""
+        self.own_sends = [each for each in self.own_sends if not each.work.has_ended]
+        self.own_sends.append(send)
 
     def failure_of(self, seat: Seat, context: int) -> Failure | None:
         """Returns the failure that prevents the end of a seat, as far as this rank knows by now."""
@@ -322,6 +352,7 @@ class MeetingMailbox(Mailbox):
 
     def fail_peer(self, rank: int, error: PeerFailed) -> PeerFailed:  # noqa: D102
         first = super().fail_peer(rank, error)
+        self._end_sends(first, lambda send: send.dst == rank)
         self._end_seats(first, lambda seat, _: seat.fails_with(rank))
         return first
 
@@ -332,7 +363,13 @@ class MeetingMailbox(Mailbox):
 
     def fail_all(self, error: EchelonError) -> None:  # noqa: D102
         super().fail_all(error)
+        self._end_sends(error, lambda _: True)
         self._end_seats(error, lambda *_: True)
+
+    def _end_sends(self, error: EchelonError, concerns: Callable[[AwaitedReceive], bool]) -> None:
+        for send in self.own_sends:
+            if concerns(send):
+                send.work.complete(error=error)
 
     def _end_seats(self, error: EchelonError, concerns: Callable[[Seat, int], bool]) -> None:
         for seat, context in list(self.seats.items()):

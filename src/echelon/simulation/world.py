@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ from echelon.backends.matching import Mailbox
 from echelon.backends.memory import as_bytes, describe
 from echelon.backends.modes import normal_mode
 from echelon.backends.status import Question, Status, status_of
+from echelon.backends.work import Work
 from echelon.call_site import Place, calling_place, line_of, source_of
 from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.operation_records import FlightRecorder
 from echelon.pipeline.run.transfer import TRANSFERS
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
-from echelon.simulation.meeting import Hall, MeetingMailbox
+from echelon.simulation.meeting import AwaitedReceive, Hall, MeetingMailbox
 from echelon.simulation.network import Network, Traffic
 from echelon.simulation.prices import Prices
 from echelon.simulation.process.state import RankStates
@@ -170,6 +172,8 @@ class World:
         self.prices = Prices(self.traffic)
         self.inputs: dict[tuple[int, tuple[int, ...], int], Inputs] = {}
         """Values of the reductions under way, by context, ranks and sequence."""
+        self.rendezvous: set[int] = set()
+        """Contexts of the groups whose sends wait for their receives: those of torch.distributed."""
         self._is_instant = is_instant
         self._follows_plans = follows_plans
         self._halls: dict[tuple[int, tuple[int, ...]], Hall] = {}
@@ -218,6 +222,19 @@ class World:
             sender, place = self.scheduler.current(), calling_place(2)
             done = _Departure(self, sender, place, dst, tag, note, original.detach(), copy, complete)
             self.clock.at(passage.done, done, draw)
+
+    def end_of_send(self, src: int, dst: int, tag: Tag, work: Work[None]) -> Callable[[], None]:
+        """Returns the function to call when the transfer of a send is done: it ends the Work, at once or later.
+
+        A send of torch.distributed also waits until a receive takes its message.
+        """
+        if tag.context not in self.rendezvous or tag.sequence:
+            return work.complete
+        send = AwaitedReceive(dst, work)
+        self.mailboxes[src].add_own_send(send)
+        self.mailboxes[dst].awaiting.setdefault((src, tag), deque()).append(send)
+        work.on_completion(self.clock.wake_pollers)
+        return send.advance
 
     def memory_meter(self, rank: int) -> AbstractContextManager[object]:
         """Inside, the memory of new tensors of a rank is counted, if the simulation has `memory=True`."""

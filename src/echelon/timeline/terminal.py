@@ -7,6 +7,8 @@ In colour the background is the kind of a step, and the text its microbatch; ste
 Without colour a step is its letter and microbatch, in lower case on every second chunk, with hyphens while it goes on.
 Warm-up and drain are blank, and waits are marked by their cause.
 
+Memory in bytes is a strip of blocks below its rank, with the rank's peak in front. The largest peak is a full block.
+
 Where steps are narrower than a column, the letters of a line keep the shares of the kinds: with twice as much time in
 B as in F, two of three letters are B. In colour a column shows two such samples, as halves of a block.
 """
@@ -20,8 +22,8 @@ from typing import NamedTuple, TypeAlias
 
 from echelon.timeline.boxes import Box, Row, TimelineLayout, boxes_of
 from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, text_color
-from echelon.timeline.timeline import Cause, Divided, Span, Timeline
-from echelon.timeline.words import figures, title
+from echelon.timeline.timeline import Cause, Divided, MemoryUnit, Span, Timeline
+from echelon.timeline.words import figures, memory_text, title
 
 
 def picture(timeline: Timeline) -> str:
@@ -54,6 +56,8 @@ BOTH_AT_ONCE = "&"
 """Overlapped step without colour."""
 HALVES = "▀"
 """Overlapped step in colour: the forward is the upper half, the backward the lower one."""
+MEMORY = " ▁▂▃▄▅▆▇█"
+"""Blocks for memory, from none to the largest peak."""
 _ACTIONS = ("F", "I", "B", "W")
 _TWO_SAMPLES = "▌"
 _BORDER = "▏"
@@ -82,7 +86,7 @@ _Step: TypeAlias = tuple[Box, ...]
 def as_text(timeline: Timeline, width: int = _WIDTH) -> str:
     """Returns a timeline as plain text: title, figures, a line per rank, and a legend."""
     layout = boxes_of(timeline)
-    drawn = lines(layout, width, in_color=False)
+    drawn = lines(layout, width, in_color=False, memory_unit=timeline.memory_unit)
     rows = ["".join(piece.text for piece in line).rstrip() for line in drawn[:_MOST_ROWS]]
     if len(drawn) > _MOST_ROWS:
         rows.append(f"and {len(drawn) - _MOST_ROWS} more rows: draw(FILE) draws them")
@@ -109,21 +113,43 @@ def _entries(layout: TimelineLayout, drawn: Sequence[Line]) -> list[str]:
         entries.append(f"lower case: {'every second' if layout.num_chunks > 2 else 'second'} chunk")
     if BOTH_AT_ONCE in shown:
         entries.append(f"{BOTH_AT_ONCE} both at once")
+    if MEMORY[-1] in shown:
+        entries.append(f"{MEMORY[-1]} most memory that a rank holds")
     return entries + [f"{sign} {CAUSE_NAMES[cause]}" for cause, sign in IDLE.items() if sign.strip() and sign in shown]
 
 
-def lines(layout: TimelineLayout, width: int, in_color: bool) -> list[Line]:
-    """Draws a timeline in at most `width` columns: one line per rank and one for each of its lanes."""
+def lines(layout: TimelineLayout, width: int, in_color: bool, memory_unit: MemoryUnit = "") -> list[Line]:
+    """Draws a timeline in at most `width` columns: a line per rank, one for its memory in bytes, one for each lane."""
     titles = [f"{row.title}  " for row in layout.rows]
-    margin = max(map(len, titles), default=0)
+    has_strips = memory_unit == "B" and len(layout.rows) <= _MOST_ROWS // 2
+    peaks = [_peak(row) if has_strips else "" for row in layout.rows]
+    margin = max(map(len, (*titles, *peaks)), default=0)
     steps = [[tuple(group) for _, group in groupby(row.boxes, key=_when)] for row in layout.rows]
     every = [step for row in steps for step in row]
     scale = _Scale.that_fits(every, layout.makespan, max(1, width - margin), in_color)
     draw = _whole_steps if scale.level is not None else _samples
-    return [
-        (Piece(name.ljust(margin)), *draw(row, found, scale))
-        for name, row, found in zip(titles, layout.rows, steps, strict=True)
-    ]
+    found: list[Line] = []
+    for name, peak, row, its_steps in zip(titles, peaks, layout.rows, steps, strict=True):
+        found.append((Piece(name.ljust(margin)), *draw(row, its_steps, scale)))
+        if peak:
+            found.append((Piece(peak.ljust(margin)), Piece(_strip(row, layout.most_memory, scale))))
+    return found
+
+
+def _peak(row: Row) -> str:
+    most = max((level.amount for level in row.memory), default=0)
+    return f"{memory_text(most, 'B')}  " if most else ""
+
+
+def _strip(row: Row, most: float, scale: _Scale) -> str:
+    """Returns a block for each column, as high as the most memory that the rank holds in it."""
+    count = scale.column(scale.makespan)
+    held = [0.0] * count
+    ends = [*(level.time for level in row.memory[1:]), scale.makespan]
+    for level, end in zip(row.memory, ends, strict=True):
+        for column in range(int(level.time * scale.columns), min(count, math.ceil(end * scale.columns - 1e-9))):
+            held[column] = max(held[column], float(level.amount))
+    return "".join(MEMORY[math.ceil((len(MEMORY) - 1) * amount / most)] for amount in held)
 
 
 def _when(box: Box) -> tuple[float, float, bool]:

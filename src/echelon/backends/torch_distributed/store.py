@@ -61,5 +61,5 @@ def meet_at_store(tcp: TcpBackend, ranks: Sequence[int], tag: Tag, timeout: floa
     except RuntimeError as error:
         raise ConnectError(
             f"rank {tcp.rank} cannot reach the store of rank {first} at {host}, port {port}: "
-            "check that a firewall lets it"
+            "check that no firewall blocks it"
         ) from error

@@ -86,9 +86,9 @@ class Cost(NamedTuple):
     nic: float = 0.0
     """Share that it takes of each member's bandwidth to other hosts."""
     uplink: float = 0.0
-    """Bytes that leave the host for each member on it, by those that the member could send alone."""
+    """Bytes that leave the host for each member on it, divided by the bytes that the member could send alone."""
     blocks: float = 1.0
-    """Multiprocessors that it takes from kernels, by those of a collective."""
+    """Multiprocessors that it takes from kernels, divided by a collective's."""
 
 
 def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:

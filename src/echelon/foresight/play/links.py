@@ -1,8 +1,8 @@
 """Links that communication shares while it is under way. Pure.
 
-Each communication takes a share of the links that it uses: its bytes there, by those that the link could pass in the
-same time. While the shares of a link add up to more than 1, all of its communication is slowed down alike, so that the
-link is full. A communication is as slow as on its fullest link.
+Each communication takes a share of the links that it uses: its bytes there, divided by the bytes that the link could
+pass in the same time. While the shares of a link add up to more than 1, all of its communication is slowed down alike,
+so that the link is full. A communication is as slow as on its fullest link.
 
 A role stands for a class of ranks that do the same at the same time. Each has its own NIC and its own links inside the
 host, so these are counted once for a role, however many groups of its kind there are. All ranks of a host share its

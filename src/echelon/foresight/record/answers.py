@@ -16,7 +16,7 @@ _PAGE = 4096
 def answer(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], values: Sequence[Tensor] | None) -> None:
     """Writes the values of a call into its outputs, see `give`. To take their memory is time of the program.
 
-    Collectives are timed with tensors that have their memory. A program often lets go of its buffers, and gets new ones
+    Collectives are timed with tensors that have their memory. A program often frees its buffers, and gets new ones
     whose pages the kernel gives at the first write.
     """
     begin = time.perf_counter()

@@ -1,8 +1,8 @@
 """Calls of a rank into its recording, in order: communication, waits for it, and optimizers that begin and end.
 
-Strategy. A program that computes nothing tells what it does, but not how long that takes on processors: their caches,
-the memory that is taken anew and the interpreter all count. So a program that is foreseen for this machine runs once
-more, with real tensors, one rank in a process. Its calls are answered with what the recording gave, and the time
+Strategy. A program that computes nothing shows its operators, but not their time on processors: caches, the memory
+that is taken anew and the interpreter all count. So a program that is foreseen for this machine runs once
+more, with real tensors, one rank in a process. Its calls are answered with the values of the recording, and the time
 between two calls is the time of the kernels that were recorded between the same two calls.
 """
 
@@ -119,5 +119,5 @@ class Calls:
             each.position -= num_entries
 
     def of_all_steps(self) -> Answers:
-        """Returns the calls of each step that has ended. Those of the whole program if none has."""
+        """Returns the calls of each step that has ended. The calls of the whole program if none has."""
         return self.steps or [self._present]

@@ -63,7 +63,7 @@ class Steps:
         self._timing = timing
         self._repeats = repeats
         self._since = 0.0
-        """When the first steps had ended, and those that are timed began."""
+        """Time at which the first steps had ended and the timed ones began."""
         self._by_optimizers = by_optimizers
         """Whether optimizers end a step. Otherwise `finish` alone does."""
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()

@@ -51,7 +51,7 @@ _CHANGES = (
 """Functions of `os` that change a file or a folder, by its path."""
 _RENAMES = ("rename", "replace", "renames")
 _READS = ("stat", "lstat", "access", "scandir", "readlink", "chdir")
-"""Functions of `os` that a program calls to find what it has written."""
+"""Functions of `os` that a program calls to find its own files."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _NAMELESS = getattr(os, "O_TMPFILE", -1)
 _SHELLS = frozenset({"subprocess", "os"})

@@ -32,7 +32,7 @@ class Memory(NamedTuple):
 
 @dataclass
 class Activations:
-    """Bytes that one stage holds for one microbatch; for the largest, if microbatches differ."""
+    """Bytes that one stage holds for one microbatch; for the largest, if microbatches differ. 0 if not measured."""
 
     activation: int = 0
     """Held from the forward to the end of the backward, or to the end of I."""
@@ -40,6 +40,16 @@ class Activations:
     """Held from the end of I to the end of W."""
     recomputed_activation: int = 0
     """Added when the forward is run again."""
+
+
+def memory_costs(of_stages: Sequence[Activations]) -> Costs:
+    """Returns costs with the activations of all stages, in bytes."""
+    return Costs(
+        activation=[size.activation for size in of_stages],
+        weight_activation=[size.weight_activation for size in of_stages],
+        # Below 0 if a stage saves less than its input, which is no longer counted once the forward was run again.
+        recomputed_activation=[max(0, size.recomputed_activation) for size in of_stages],
+    )
 
 
 @dataclass
@@ -76,13 +86,7 @@ class Meter:
     def memory(self, schedule: Schedule, rank: int) -> Memory:
         """Returns the peak, planned and measured."""
         sizes = [self.of_stage.get(stage, Activations()) for stage in range(schedule.num_stages)]
-        costs = Costs(
-            activation=[size.activation for size in sizes],
-            weight_activation=[size.weight_activation for size in sizes],
-            # Below 0 if a stage saves less than its input, which is no longer counted once the forward was run again.
-            recomputed_activation=[max(0, size.recomputed_activation) for size in sizes],
-        )
-        planned = peaks(schedule, costs.per_stage(schedule.placement))[rank]
+        planned = peaks(schedule, memory_costs(sizes).per_stage(schedule.placement))[rank]
         return Memory(int(planned), self.peak)
 
     def _look(self, stage: int, microbatch: int) -> int:

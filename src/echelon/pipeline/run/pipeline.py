@@ -25,7 +25,17 @@ from echelon.pipeline.run.agreement import (
     refuse_sharded_stages,
     stages_to_recompute,
 )
-from echelon.pipeline.run.loss import Memory, Metrics, Objective, Reduction, check_finite, is_here, num_samples
+from echelon.pipeline.run.loss import (
+    Activations,
+    Memory,
+    Metrics,
+    Objective,
+    Reduction,
+    check_finite,
+    is_here,
+    memory_costs,
+    num_samples,
+)
 from echelon.pipeline.run.manual_step import ManualStep
 from echelon.pipeline.run.runtime import Runtime
 from echelon.pipeline.run.step import Batch, Span, StepOutput, tell, tell_metrics
@@ -122,6 +132,7 @@ class Pipeline:
         """Number of training steps so far; random numbers depend on it. Set it to resume another run."""
         self._num_inferences = 0
         self._times: list[list[Span]] | None = None
+        self._activations: list[Activations] = []
         self._hold(agreed_parts(model, self.schedule, self._group, self._data_parallel, at, example, example_kwargs))
         self._runtime = Runtime(self.stages, self._group, self._replicas.groups, recomputed)
         self._runtime.load(self.schedule)
@@ -178,12 +189,17 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """Timeline of the last `step` on all ranks, in seconds.
 
+        Its memory is that of activations in bytes, with their sizes from the first step.
+
         Raises:
             ScheduleError: no step has been run.
         """
         if self._times is None:
             raise ScheduleError("there is no timeline yet: call step() first")
-        return replace(self.schedule.recorded(self._times), unit="s")
+        # In bytes for the strip of memory alone: peak activations count stages, as those of a plan do.
+        in_bytes = self.schedule.recorded(self._times, memory_costs(self._activations))
+        counted = self.schedule.recorded(self._times)
+        return replace(counted, unit="s", memory=in_bytes.memory, memory_unit="B")
 
     # Training and inference
 
@@ -434,8 +450,8 @@ class Pipeline:
                 ).sum()
                 if self._data_parallel is not None:
                     self._data_parallel.all_reduce(loss)  # a sum: factors are shares of the batch of all replicas
-        told = tell(self._group, self.schedule, times, batch, loss)
-        self._times = told.times
+        told = tell(self._group, self.schedule, times, batch, loss, self._runtime.activations)
+        self._times, self._activations = told.times, told.activations
         return told.loss
 
     def _tell_metrics(self, batch: Batch) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,7 +17,7 @@ from echelon.pipeline.plan.fuse import fused, split_stages
 from echelon.pipeline.plan.program import Program, check_program, lower
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.run.interpreter import Interpreter, Loaded, forward_of
-from echelon.pipeline.run.loss import Memory, Meter
+from echelon.pipeline.run.loss import Activations, Memory, Meter
 from echelon.pipeline.run.step import Batch
 from echelon.pipeline.run.transfer import Buffers, Receiver, Sender
 from echelon.pipeline.stage.nested import Value, tensors_of
@@ -146,6 +146,7 @@ class Runtime:
         self.buffers = Buffers()
         """Memory that receives are written into."""
         self._memory: Memory | None = None
+        self._activations: Mapping[int, Activations] = {}
         self._meter: Meter | None = None
 
     def load(self, schedule: Schedule) -> Program:
@@ -244,6 +245,7 @@ class Runtime:
         self.buffers.forget_unused()  # shapes change between steps, such as lengths of sequences
         if self._meter is not None:
             self._memory = self._meter.memory(schedule, self._group.rank)
+            self._activations = self._meter.of_stage
             for stage in self._stages.values():
                 stage.is_metered = False
 
@@ -257,6 +259,11 @@ class Runtime:
         if self._memory is None:
             raise ScheduleError("memory is measured in the first step: call step() first")
         return self._memory
+
+    @property
+    def activations(self) -> list[Activations]:
+        """Activations of this rank's stages, as the first training step measured them."""
+        return [self._activations.get(index, Activations()) for index in sorted(self._stages)]
 
     def _load(self, schedule: Schedule) -> Loaded:
         # Fast path: hashing a schedule walks all its actions, and most steps run the schedule of the step before.

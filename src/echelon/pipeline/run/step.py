@@ -14,7 +14,7 @@ from echelon.backends.memory import dtype_code, dtype_of
 from echelon.errors import SizeMismatch
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.plan.schedule import Schedule
-from echelon.pipeline.run.loss import LossScale, Metrics, Number
+from echelon.pipeline.run.loss import Activations, LossScale, Metrics, Number
 from echelon.pipeline.stage.nested import Value
 from echelon.pipeline.stage.replay import Key
 
@@ -83,16 +83,25 @@ class Told(NamedTuple):
     loss: torch.Tensor
     times: list[list[Span]]
     """Begin and end of each step, by rank."""
+    activations: list[Activations]
+    """Activations of each stage."""
 
 
 _HEAD = 5
-"""Number of values that each rank sends before its times."""
+"""Number of values that each rank sends first."""
+_OF_STAGE = 3
+"""Number of values that it then sends for each of its stages, before its times."""
 
 
 def tell(
-    group: ProcessGroup, schedule: Schedule, times: Sequence[Span], batch: Batch, loss: torch.Tensor | None
+    group: ProcessGroup,
+    schedule: Schedule,
+    times: Sequence[Span],
+    batch: Batch,
+    loss: torch.Tensor | None,
+    activations: Sequence[Activations],
 ) -> Told:
-    """Exchanges loss and times, so that every rank has the loss and the steps of all ranks. Waits for all ranks.
+    """Exchanges loss, times and memory, so that every rank has the results of all ranks. Waits for all ranks.
 
     Args:
         group: the ranks of the pipeline.
@@ -100,6 +109,7 @@ def tell(
         times: begin and end of each step of this rank.
         batch: this rank's batch.
         loss: loss of the batch on the rank of the last stage; else None.
+        activations: those of this rank's stages.
 
     Raises:
         SizeMismatch: on every rank: the target or the keyword arguments have another number of samples than the inputs.
@@ -108,21 +118,29 @@ def tell(
     # of each rank's times is in the schedule.
     code, value = (0, 0.0) if loss is None else (dtype_code(loss.dtype), loss.item())
     head = [batch.num_inputs, batch.num_targets, batch.num_kwargs, code, value]
+    sizes = chain.from_iterable(
+        (each.activation, each.weight_activation, each.recomputed_activation) for each in activations
+    )
     numbers = group.all_gather(
-        torch.tensor([*head, *chain.from_iterable(times)], dtype=torch.float64, device="cpu")
+        torch.tensor([*head, *sizes, *chain.from_iterable(times)], dtype=torch.float64, device="cpu")
     ).tolist()
-    rows, begin = [], 0
-    for order in schedule.orders:
-        rows.append(numbers[begin : begin + _HEAD + 2 * len(order)])
-        begin += len(rows[-1])
+    rows, begin, all_times, held = [], 0, [], [Activations()] * schedule.num_stages
+    for rank, order in enumerate(schedule.orders):
+        rows.append(numbers[begin : begin + _HEAD])
+        begin += _HEAD
+        for stage in (stage for stage, its_rank in enumerate(schedule.placement) if its_rank == rank):
+            held[stage] = Activations(*map(int, numbers[begin : begin + _OF_STAGE]))
+            begin += _OF_STAGE
+        end = begin + 2 * len(order)
+        all_times.append(list(zip(numbers[begin:end:2], numbers[begin + 1 : end : 2], strict=True)))
+        begin = end
     # Compared here, on every rank, since a rank alone sees only its own part of the batch.
     first, last = (rows[schedule.placement[stage]] for stage in (0, -1))
     _compare("target of step()", int(first[0]), int(last[1]))
     for row in rows:
         if row[2]:  # 0: no keyword arguments on this rank
             _compare("keyword arguments of step()", int(first[0]), int(row[2]))
-    all_times = [list(zip(row[_HEAD::2], row[_HEAD + 1 :: 2], strict=True)) for row in rows]
-    return Told(torch.tensor(last[4], dtype=dtype_of(int(last[3])), device="cpu"), all_times)
+    return Told(torch.tensor(last[4], dtype=dtype_of(int(last[3])), device="cpu"), all_times, held)
 
 
 def _compare(what: str, samples: int, got: int) -> None:

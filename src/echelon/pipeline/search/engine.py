@@ -68,8 +68,8 @@ def search(
             candidates.append(Schedule("searched", num_microbatches, placement, to_actions(found.orders)))
     if not candidates:
         raise ScheduleError(
-            f"memory_limit={memory_limit} leaves no room for a backward that recomputes: raise it by what "
-            f"recomputed_activation adds"
+            f"memory_limit={memory_limit} leaves no room for a backward that recomputes: raise it by "
+            "recomputed_activation"
         )
     # Named schedules come first in the list, and `min` takes the first of equals: no searched one without a gain.
     return min(candidates, key=lambda schedule: _times(schedule, costs))

@@ -56,7 +56,7 @@ class Operators:
         ]
 
     def forget(self) -> None:
-        """Removes the ranks' operators from torch. Those of shared modules stay."""
+        """Removes the ranks' operators from torch. Operators of shared modules stay."""
         for library in self._libraries:
             destroy_library(library)
         self._libraries.clear()

@@ -158,6 +158,8 @@ class TorchDistributed:
             call.update({name: None for name in ("backend_options", "pg_options", "device_id") if name in call})
             made, store = original(**call)
             if isinstance(made, dist.ProcessGroup):
+                if self._backend is None and isinstance(made, interop.EchelonProcessGroup):
+                    self._world.rendezvous.add(made.group.context)
                 name = _name_for_cpu(asked)
                 registry = group_registry()
                 registry.pg_map[made] = (name, store)

@@ -20,7 +20,7 @@ _CAUSES: tuple[Cause, ...] = tuple(CAUSE_NAMES)
 
 
 class Words(NamedTuple):
-    """Text of a box: in full, in the box, and more for who points at it."""
+    """Text of a box: in full, in the box, and longer while it is pointed at."""
 
     full: str
     short: str
