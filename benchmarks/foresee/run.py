@@ -6,7 +6,6 @@ Programs that have not been recorded yet are recorded first, a few seconds each.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import statistics
 import sys
@@ -49,39 +48,16 @@ def compiled(trace: Trace) -> Trace:
     return replace(trace, entries=tuple(entries))
 
 
-def slowest(device: Device, num_devices: int, variation: float) -> Device:
-    """Returns the slowest of some devices, which the others wait for. The table has the slowest of 8.
-
-    Args:
-        device: from the table.
-        num_devices: how many there are.
-        variation: standard deviation of their speed, which is taken to be normal.
-    """
-    slower = 1 + variation * (expected_maximum(num_devices) - expected_maximum(8))
-    return replace(device, matmul_share=device.matmul_share / slower, attention_share=device.attention_share / slower)
-
-
-@functools.cache
-def expected_maximum(number: int) -> float:
-    """Returns the expected maximum of independent normal variables, by standard deviations."""
-    normal, width = statistics.NormalDist(), 0.01
-    values = (width * step for step in range(-600, 700))
-    return sum(x * number * normal.pdf(x) * normal.cdf(x) ** (number - 1) * width for x in values)
-
-
 class Study:
     """Rows with the steps that were recorded for them."""
 
-    def __init__(self, recordings: Recordings, variation: float = 0.0) -> None:
+    def __init__(self, recordings: Recordings) -> None:
         self._recordings = recordings
-        self._variation = variation
-        """Standard deviation of the speed of GPUs of one kind, by their mean."""
         self._traces: dict[tuple[object, ...], Trace] = {}
 
     def predict(self, row: Row, device: Device) -> Prediction:
         """Plays a row's program, and extends results of two depths to the full depth."""
         recorded = depths(row)
-        device = slowest(device, row.recipe.world_size, self._variation)
         seconds, memory = [], []
         for layers in recorded:
             played = self._play(row, device, layers, 0)
@@ -226,11 +202,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recordings", type=Path, default=Path("build/foresee"), help="folder of recorded programs")
     parser.add_argument("--gpu", help="rows of one GPU only")
-    parser.add_argument("--variation", type=float, default=0.0, help="standard deviation of GPUs of one kind: a trial")
     parser.add_argument("--fit", action="store_true", help="print the fitted constants instead")
     parser.add_argument("--summary", action="store_true", help="leave out the rows")
     options = parser.parse_args()
-    study = Study(Recordings(options.recordings), options.variation)
+    study = Study(Recordings(options.recordings))
     rows = [row for row in published() if options.gpu in (None, row.gpu)]
     if options.fit:
         fit(study, published())

@@ -87,7 +87,7 @@ def test_a_page_has_figures_lanes_memory_and_lines(step, tmp_path):
         "activations of an unknown line",
         "loss is 1 at train.py:9",
         "Not compared with published runs",
-        "stragglers",
+        "jitter",
     ):
         assert part in text
     rows = data_of(text_of_page)["panels"][0]["rows"]

@@ -116,6 +116,7 @@ def fitted(facts: Facts, times: Times) -> Device:
         local_bandwidth=local,
         kernel_seconds=times.kernel,
         launch_seconds=times.launch,
+        slowest_of=1,
         sources=(f"measured on {facts.name}, torch {torch.__version__}", peak),
     )
     device = replace(device, matmul_share=_share(device, times.products))

@@ -32,10 +32,10 @@ class Accuracy(NamedTuple):
 
 
 ACCURACY: Mapping[str, Accuracy] = {
-    "h100": Accuracy(37, 0.026, 0.059, "2 rows of MPT 7B on 8 GPUs"),
-    "h100-500w": Accuracy(3, 0.042, 0.054, "1 row of Llama 3 8B on 8 GPUs"),
-    "a100": Accuracy(38, 0.042, 0.079, "2 rows of MPT 7B and 1 of Llama 2 13B"),
-    "a100-40g": Accuracy(37, 0.026, 0.115, "2 rows of MPT 7B and 1B on 8 GPUs"),
+    "h100": Accuracy(37, 0.022, 0.049, "2 rows of MPT 7B on 8 GPUs"),
+    "h100-500w": Accuracy(3, 0.030, 0.040, "1 row of Llama 3 8B on 8 GPUs"),
+    "a100": Accuracy(38, 0.038, 0.073, "2 rows of MPT 7B and 1 of Llama 2 13B"),
+    "a100-40g": Accuracy(37, 0.020, 0.115, "2 rows of MPT 7B and 1B on 8 GPUs"),
 }
 """From benchmarks/foresee: dense models in bfloat16 with FSDP, 8 to 512 GPUs."""
 
@@ -52,7 +52,7 @@ HERE = AccuracyHere(34, 0.067, 0.176)
 """From benchmarks/foresee/here.py: DDP, FSDP2, tensor parallelism and pipelines on 1 to 8 ranks."""
 
 NOT_MODELLED = (
-    "stragglers and jitter",
+    "jitter",
     "other jobs on the network",
     "data loading",
     "allocator of collectives' own buffers",

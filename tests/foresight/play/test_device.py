@@ -116,3 +116,12 @@ def test_devices_of_the_table_are_possible(device):
     assert device.communication_sms < device.num_sms
     assert math.isfinite(device.memory_bandwidth)
     assert device.peak_of("int8") == device.peak["float32"]
+
+
+def test_a_job_has_the_pace_of_its_slowest_device():
+    device = DEVICES["h100"]
+    assert device.slowest(8) == device
+    assert device.slowest(1).matmul_share / device.matmul_share == pytest.approx(1 + 1.4236 * device.spread, rel=1e-3)
+    assert device.matmul_share / device.slowest(512).matmul_share == pytest.approx(1 + 1.61 * device.spread, rel=1e-3)
+    assert device.slowest(512).slowest(8).attention_share == pytest.approx(device.attention_share, rel=1e-3)
+    assert DEVICES["cpu"].slowest(512) is DEVICES["cpu"]

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
 
 from echelon.foresight.trace import Kernel
@@ -90,6 +91,9 @@ class Device:
         links: Measured times of communication between ranks of a host, by the name of the network, and there by kind
             and number of ranks, such as "all_reduce 2": (bytes, seconds of a processor for each rank).
         machine: Kind of machine that was calibrated. On another one of its kind, a program's kernels can be timed.
+        spread: Standard deviation of the speed of devices of this kind, by their mean.
+        slowest_of: Devices of which the slowest reaches the shares of the peak: that many took part when they were
+            measured.
         cores: Processors that the ranks of a host share, if `is_synchronous`. 0: each rank has its own.
         sources: Source of each constant.
     """
@@ -111,6 +115,8 @@ class Device:
     generation: str = ""
     is_synchronous: bool = False
     machine: str = ""
+    spread: float = 0.0
+    slowest_of: int = 8
     cores: int = 0
     curves: Mapping[str, Curve] = field(default_factory=dict)
     networks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -123,6 +129,21 @@ class Device:
     def peak_of(self, dtype: str) -> float:
         """Returns the dense FLOP/s of a dtype. A dtype that is not listed counts as float32."""
         return self.peak.get(dtype) or self.peak["float32"]
+
+    def slowest(self, num_devices: int) -> Device:
+        """Returns the slowest of several devices of this kind, which the others wait for in each step.
+
+        Their speeds are taken to be normal, with the deviation `spread`.
+        """
+        if not self.spread:
+            return self
+        slower = 1 + self.spread * (_expected_maximum(num_devices) - _expected_maximum(self.slowest_of))
+        return replace(
+            self,
+            matmul_share=self.matmul_share / slower,
+            attention_share=self.attention_share / slower,
+            slowest_of=num_devices,
+        )
 
     def seconds(self, kernel: Kernel) -> float:
         """Returns the time of a kernel that has the device to itself."""
@@ -148,6 +169,14 @@ class Device:
 
 # A step has tens of distinct shapes and thousands of kernels.
 @lru_cache(maxsize=100_000)
+@cache
+def _expected_maximum(number: int) -> float:
+    """Returns the expected maximum of independent normal variables, in standard deviations."""
+    normal, width = NormalDist(), 0.01
+    values = (width * step for step in range(-600, 700))
+    return sum(x * number * normal.pdf(x) * normal.cdf(x) ** (number - 1) * width for x in values)
+
+
 def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: int) -> float:
     """Returns the time of `batch` products of (m, k) by (k, n) matrices.
 

@@ -33,6 +33,13 @@ _H100_PEAK = MappingProxyType(
     }
 )
 
+_SPREAD = 0.0148
+"""Standard deviation of the speed of GPUs of one kind.
+
+Sinha et al. (SC22, arXiv 2208.11035) measured five clusters: the whiskers of their box plots are 8 % of the median
+apart on average, which are 5.4 standard deviations.
+"""
+
 _A100 = Device(
     name="a100",
     peak=_A100_PEAK,
@@ -41,10 +48,11 @@ _A100 = Device(
     num_sms=108,  # data sheet
     per_host=8,
     local_bandwidth=230e9,  # nccl-tests on DGX A100, all-gather of 1 GiB: 228 to 235 GB/s
-    matmul_share=0.732,  # fitted: benchmarks/foresee names the rows
+    matmul_share=0.738,  # fitted on steps of 8 to 64 GPUs: benchmarks/foresee names the rows
     attention_share=0.60,  # FlashAttention-2 (Dao, 2023), figure 4: 189 of 312 TFLOP/s
     communication_sms=24,  # NCCL's channels on NVSwitch of this generation
     generation="ampere",
+    spread=_SPREAD,
 )
 _H100 = Device(
     name="h100",
@@ -58,6 +66,7 @@ _H100 = Device(
     attention_share=0.35,  # FlashAttention-2, figure 7: about 335 of 989 TFLOP/s
     communication_sms=24,
     generation="hopper",
+    spread=_SPREAD,
 )
 
 DEVICES: Mapping[str, Device] = MappingProxyType(

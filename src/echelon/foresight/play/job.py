@@ -31,7 +31,7 @@ class Job:
     Args:
         traces: A trace for each role, by its rank.
         classes: The role of every rank of the world.
-        device: The device of every rank.
+        device: The device of every rank. The slowest of them sets the pace.
         cluster: Hosts and network of all ranks.
     """
 
@@ -48,7 +48,8 @@ class Job:
         self.matches = Roles(traces, classes)
         self.links: Links[Any] = Links(cluster, classes)
         self._prices: dict[tuple[object, ...], Price] = {}
-        self.programs: dict[int, Program] = {rank: lower(trace, device) for rank, trace in traces.items()}
+        slowest = device.slowest(cluster.world_size)
+        self.programs: dict[int, Program] = {rank: lower(trace, slowest) for rank, trace in traces.items()}
 
     @cached_property
     def members(self) -> Mapping[int, Counter[int]]:
