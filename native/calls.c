@@ -190,7 +190,7 @@ static void write_down(struct flights *flights, struct flight flight) {
 static bool view_argument(PyObject *argument, struct view *view) {
     *view = (struct view){.type = -1};
     return argument == objects[NONE] ||
-           (view_of(argument, view) && !view->is_complex && (uintptr_t)view->data > FAR_ADDRESS);
+           (view_of(argument, view) && view->type && (uintptr_t)view->data > FAR_ADDRESS);
 }
 
 /* run_known(kind, root, op, tensor, out), with the address of `struct calls` as self. True: it is done. False: nothing was

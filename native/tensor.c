@@ -83,8 +83,8 @@ bool view_of(PyObject *object, struct view *view) {
     view->count = count;
     view->dtype = dtype_of(&tensor);
     view->num_bytes = count * tensor.type_lanes * tensor.type_bits / 8;
-    view->type = tensor.type_lanes == 1 ? (uint64_t)tensor.type_code << 8 | tensor.type_bits : 0;
-    view->is_complex = tensor.type_code == DL_COMPLEX;
+    bool is_read = tensor.type_lanes == 1 && tensor.type_code != DL_COMPLEX;
+    view->type = is_read ? (uint64_t)tensor.type_code << 8 | tensor.type_bits : 0;
     view->num_dims = (uint64_t)tensor.ndim;
     view->shape = tensor.shape;
     return true;

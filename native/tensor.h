@@ -13,8 +13,9 @@ struct view {
     int64_t count;
     int dtype; /* of combine.h; -1 for others */
     int64_t num_bytes;
-    uint64_t type; /* DLPack's code and number of bits; 0 for vectors of several lanes */
-    bool is_complex;
+    /* DLPack's code and number of bits; 0 for vectors of several lanes, and for complex numbers, which torch may have to
+     * conjugate. */
+    uint64_t type;
     uint64_t num_dims;
     const int64_t *shape; /* torch's own memory, as long as the tensor is left alone */
 };

@@ -19,6 +19,7 @@ from echelon._torch_versions import (
     GLOO_NAMES,
     OLDEST,
     PRIVATE_NAMES,
+    REPEATS_NAMES,
     TRIED,
     UnsupportedTorch,
     lacking,
@@ -29,7 +30,7 @@ from echelon.cli import main
 from echelon.doctor import checkup
 
 ROOT = Path(__file__).parents[1]
-NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP2_NAMES
+NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP2_NAMES + REPEATS_NAMES
 
 
 def test_this_torch_has_every_private_name():

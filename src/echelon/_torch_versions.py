@@ -22,6 +22,7 @@ TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Tested versions, as by `make compat TORCH=2.15.0`; CONTRIBUTING.md lists the tests."""
 
 PRIVATE_NAMES = (
+    "torch.Tensor._backward_hooks",
     "torch.Tensor._make_subclass",
     "torch.Tensor._post_accumulate_grad_hooks",
     "torch.Tensor._version",
@@ -98,6 +99,12 @@ GLOO_NAMES = (
 
 FSDP2_NAMES = ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._with_fqn",)
 """Further private names, probed when FSDP2 first communicates. Without them errors do not name its modules."""
+
+REPEATS_NAMES = (
+    "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state",
+    "torch.distributed.pipelining.stage._PipelineStageBase",
+)
+"""Further private names, probed when a program is foreseen. Without them all of its microbatches are recorded."""
 
 
 class UnsupportedTorch(ImportError):

@@ -46,7 +46,7 @@ def state_of(module: nn.Module) -> ModuleState:
     for each in module.modules():
         found.facts.append((id(each), *(tuple(getattr(each, name)) for name in _HOOKS)))
         found.describe(vars(each))
-        for tensor in (*each._parameters.values(), *each._buffers.values()):
+        for tensor in (*each.parameters(recurse=False), *each.buffers(recurse=False)):
             found.describe_tensor(tensor)
         if (state := _fsdp2_state(each)) is not None:
             found.describe_object(state)

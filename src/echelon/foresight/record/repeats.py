@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from operator import eq
 from typing import Any, NamedTuple, NoReturn
 from unittest.mock import patch
@@ -30,6 +31,7 @@ from echelon._torch_private.distributed import chunks_noted
 from echelon._torch_private.fake_results import Form, form_of, made_of
 from echelon._torch_private.states import state_of
 from echelon._torch_private.tensors import FakeTensor, tree_flatten, tree_unflatten, without_functions
+from echelon._torch_versions import REPEATS_NAMES, missing
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
@@ -564,6 +566,12 @@ def _is_equal(former: Segment, again: Iterator[Entry], segment: Segment) -> bool
 def _repeats_here() -> Repeats | None:
     recording = recording_here()
     return None if recording is None else recording.repeats
+
+
+@cache
+def can_repeat() -> bool:
+    """Whether this torch has the names by which the state of modules is known."""
+    return not missing(REPEATS_NAMES)
 
 
 @contextmanager

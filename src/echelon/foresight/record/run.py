@@ -37,7 +37,7 @@ from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
 from echelon.foresight.record.processes import Children, Recorded, can_fork, has_device_threads
 from echelon.foresight.record.recorder import Recorder
-from echelon.foresight.record.repeats import NotRepeated, Repeats, microbatches_repeated
+from echelon.foresight.record.repeats import NotRepeated, Repeats, can_repeat, microbatches_repeated
 from echelon.foresight.record.routing import Routing
 from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
 from echelon.foresight.record.until import Until
@@ -184,7 +184,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
                 no_writes(allow_files=request.allow_writes),
                 loading_here(),
                 not_compiled(),
-                nullcontext() if request.full else microbatches_repeated(),
+                nullcontext() if request.full or not can_repeat() else microbatches_repeated(),
             ):
                 return run.run()
         finally:
@@ -354,7 +354,7 @@ class _Run:
             until = Until(self._request.until) if self._request.until else None
             repeats = None
             # Calls are compared with those of real tensors, where all microbatches run.
-            if not self._request.full and not self._request.keeps_calls and timing is None:
+            if can_repeat() and not self._request.full and not self._request.keeps_calls and timing is None:
                 repeats = Repeats(log, memory, self._request.steps)
             steps = self._steps[rank] = Steps(log, memory, self._request.steps, until is None, timing, repeats)
             recording = Recording(rank, log, memory, routing, repeats)
