@@ -20,11 +20,11 @@ _PIECE = 64 << 10
 
 
 class SymmetricSubject(EchelonSubject):
-    """Echelon, with tensors that `group.empty` made."""
+    """Echelon, with tensors that `group.empty` made. In a group of its own, as others may have no such tensors."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group, "symmetric")
-        self._memory = group
+        self._memory = group.subgroup(range(group.world_size))
+        super().__init__(self._memory, "symmetric")
         self._kept: Tensor | None = None
 
     def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:
