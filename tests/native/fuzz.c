@@ -4,9 +4,9 @@
  *
  * The fields of the region have poisoned gaps between them, and private memory is exactly as long as it has to be. So
  * an access that is led astray by a peer's bytes ends the program. A peer also writes while the rank copies, yields and
- * sleeps. A function of the library is one function here and a line of the table at the end. Parts that the sources of
- * the library have are fuzzed: rings of messages where there is messages.h, programs where there is calls.h. */
+ * sleeps. A function of the library is one function here and a line of the table at the end. */
 
+#include <fcntl.h>
 #include <sanitizer/asan_interface.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -15,20 +15,8 @@
 #include <unistd.h>
 
 #include "board.h"
-#include "shared.h"
-#if __has_include("messages.h")
-#include <fcntl.h>
-
 #include "messages.h"
-#define HAS_MESSAGES 1
-#else
-#define HAS_MESSAGES 0
-#endif
-#if __has_include("calls.h")
-#define HAS_PROGRAMS 1
-#else
-#define HAS_PROGRAMS 0
-#endif
+#include "shared.h"
 
 enum { MAX_RANKS = 4, NOTE = 48, RESULT = 256, SMALL = 1536, GAP = 64, RANK_BYTES = 5120, NUM_CODES = 6, PATIENCE = 6 };
 
@@ -314,7 +302,6 @@ static int fuzz_exchange(void) {
     return code;
 }
 
-#if HAS_PROGRAMS
 
 /* Any steps of a large operation; what they need not be is in an order that makes sense. */
 static int fuzz_play(void) {
@@ -367,9 +354,7 @@ static int fuzz_play(void) {
     return code;
 }
 
-#endif
 
-#if HAS_MESSAGES
 
 /* A ring of messages, and the peer at its other end */
 
@@ -529,7 +514,6 @@ static int fuzz_put(void) {
     return end_ring(code);
 }
 
-#endif
 
 static const struct {
     const char *name;
@@ -537,12 +521,8 @@ static const struct {
 } functions[] = {
     {"meet", fuzz_meet},         {"ticks", fuzz_ticks},         {"all_reduce", fuzz_all_reduce},
     {"reduce", fuzz_reduce},     {"broadcast", fuzz_broadcast}, {"exchange", fuzz_exchange},
-#if HAS_PROGRAMS
     {"play", fuzz_play},
-#endif
-#if HAS_MESSAGES
     {"take", fuzz_take},         {"find", fuzz_find},           {"put", fuzz_put},
-#endif
 };
 
 int main(int num_arguments, char **arguments) {

@@ -24,7 +24,13 @@ def test_all_goes_well_in_orders_by_chance(explored, name):
     assert sum(native_scenarios.play(explored, name, seed).host.num_sleeps for seed in SEEDS) > len(SEEDS)
 
 
-@pytest.mark.parametrize("name", native_scenarios.ALL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if number % 2 else pytest.mark.slow)
+        for number, name in enumerate(native_scenarios.ALL)
+    ],
+)
 def test_all_goes_well_wherever_a_rank_is_stopped_once(explored, name):
     without = Interruptions(())
     native_scenarios.play(explored, name, 1, without)
@@ -415,7 +421,13 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(mutation, id=mutation.what, marks=() if number % 3 == 0 else pytest.mark.slow)
+        for number, mutation in enumerate(MUTATIONS)
+    ],
+)
 def test_each_mutation_is_found(mutation, tmp_path):
     folder = tmp_path / "native"
     shutil.copytree(FOLDER, folder)
