@@ -252,3 +252,9 @@ def test_ranks_meet_with(pool, environ):
             pool.run(rank_functions.totals_of_another_world, 3, [environ | {"RANK": str(rank)} for rank in range(3)])
             == [[6.0, 6.0]] * 3
         )
+
+
+@pytest.mark.parametrize("backend", ["nccl", "tcp", "auto"])
+def test_simulated_ranks_stand_for_ranks_of_any_backend(backend):
+    names = echelon.simulate(lambda: echelon.init(backend=backend).backend.name, world_size=2)
+    assert names == ["simulated"] * 2

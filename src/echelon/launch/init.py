@@ -203,7 +203,8 @@ def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ..
 
 def _accept(provided: ProcessGroup, backend: str) -> ProcessGroup:
     environment.read_backend({}, backend)  # a name that no backend has
-    if backend not in ("auto", provided.backend.name):
+    # Simulated ranks stand for ranks of any backend, so that a program need not be changed for them.
+    if backend not in ("auto", provided.backend.name) and provided.backend.name != "simulated":
         raise LaunchError(
             f"backend={backend!r}: this rank was started with {provided.backend.name!r}: use 'auto' to accept any"
         )
