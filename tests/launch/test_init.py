@@ -257,4 +257,4 @@ def test_ranks_meet_with(pool, environ):
 @pytest.mark.parametrize("backend", ["nccl", "tcp", "auto"])
 def test_simulated_ranks_stand_for_ranks_of_any_backend(backend):
     names = echelon.simulate(lambda: echelon.init(backend=backend).backend.name, world_size=2)
-    assert names == ["simulated"] * 2
+    assert names.results == ["simulated"] * 2
