@@ -72,7 +72,7 @@ static int wait_for_peers(struct board *board) {
         if (peer == board->rank)
             continue;
         const uint64_t *ticks = word_of(board, peer, board->tick);
-        if (board->is_brief ? !spin_for(board->waiter, ticks, board->level)
+        if (board->is_brief ? !wait_briefly(board->waiter, ticks, board->level)
                             : !wait_for(board->waiter, ticks, board->level, asleep, &board->num_naps,
                                         !board->is_free))
             return WAITING;

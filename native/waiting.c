@@ -1,8 +1,8 @@
 /* Spin, then yield, then sleep on a futex.
  *
  * Strategy. A peer that is about to store the word does so within microseconds, so it is read some hundred times first,
- * with the interpreter's lock held: to let go of it may cost a switch interval. Then the core is yielded. Then the rank
- * sets its own `asleep` word, passes a fence, reads the word once more, and sleeps on it. The kernel compares the word
+ * with the interpreter's lock held: to let go of it may cost a switch interval. Then the core is yielded: at once where
+ * ranks share cores, as the peer may need this one. Then the rank sets its own `asleep` word, passes a fence, reads the word once more, and sleeps on it. The kernel compares the word
  * with that value behind a barrier of its own. A writer stores its word, passes a fence, then reads `asleep` and wakes.
  * So either the sleeper sees the new value or the writer sees the sleeper.
  *
@@ -96,6 +96,11 @@ bool spin_for(const struct waiter *waiter, const uint64_t *word, uint64_t level)
             return true;
     }
     return false;
+}
+
+/* Keeps the interpreter's lock, so there is no second yield after a long one. */
+bool wait_briefly(struct waiter *waiter, const uint64_t *word, uint64_t level) {
+    return spin_for(waiter, word, level) || (!waiter->spins && yield_until(waiter, word, level));
 }
 
 /* True if `*word` has come to `level`. False after one sleep: the caller looks around and calls again. */

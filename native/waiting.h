@@ -16,6 +16,8 @@ struct waiter {
 
 /* True if the word has come to the level within the spin. */
 bool spin_for(const struct waiter *waiter, const uint64_t *word, uint64_t level);
+/* The same, where each rank has a core. Ranks that share cores yield theirs instead. */
+bool wait_briefly(struct waiter *waiter, const uint64_t *word, uint64_t level);
 /* `has_lock`: whether the caller holds the interpreter's lock, which is let go of after the spin. */
 bool wait_for(struct waiter *waiter, const uint64_t *word, uint64_t level, uint64_t *asleep, uint64_t *num_naps,
               bool has_lock);

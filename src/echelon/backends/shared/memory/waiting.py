@@ -13,9 +13,9 @@ from echelon._native import Waiter
 # A spin is a load and a pause, so these take about 20 us. The interpreter's lock is held meanwhile: to let go of it may
 # cost a switch interval.
 _SPINS = 500
-# Other numbers of yields, and sleeping at once, were measured with 4 ranks on 2 cores and were no faster.
 _YIELDS = 100
-_YIELDS_WHEN_CROWDED = 10
+# With 4 ranks on 2 cores, 10 sent half of the calls to sleep, and 100 were no faster.
+_YIELDS_WHEN_CROWDED = 30
 _FEWEST_WITHOUT_YIELDS = 16
 
 
