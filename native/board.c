@@ -232,8 +232,10 @@ static char *own_small(const struct board *board, uint64_t mark) {
 int reduce(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes,
            const struct reduction *reduction) {
     int code;
-    if (was_begun(board, &code))
+    if (was_begun(board, &code)) {
+        board->target = reduction->target; /* a new result of the same size: nothing was written so far */
         return code;
+    }
     PUT(own_small(board, mark), reduction->own, reduction->num_shown);
     announce(board, mark, text, text_bytes, NULL, 0);
     board->act = reduction->count ? REDUCES : MEETS_ONLY;
@@ -266,8 +268,10 @@ int broadcast(struct board *board, uint64_t mark, const char *text, uint64_t tex
 int exchange(struct board *board, uint64_t mark, const char *text, uint64_t text_bytes, const struct plan *plan,
              const char *own, char *target, const uint64_t *words, int num_words) {
     int code;
-    if (was_begun(board, &code))
+    if (was_begun(board, &code)) {
+        board->target = target; /* as in `reduce` */
         return code;
+    }
     const uint64_t *heads = (const uint64_t *)((const char *)plan + plan->heads);
     char *small = own_small(board, mark);
     PUT(small, (const char *)plan + heads[2 * board->rank], heads[2 * board->rank + 1]);

@@ -15,7 +15,7 @@
 #include "tensor.h"
 
 /* What is asked of torch and of the interpreter before each call: see `use_interpreter`. */
-enum { DISPATCH_DEPTH, TRANSFORM_STACK, FORWARD_LEVEL, INFERENCE_MODE, IS_NEGATIVE, COUNT_CHANGE, GET_FRAME, KIND_OF_FILE, NUM_FUNCTIONS };
+enum { DISPATCH_DEPTH, TRANSFORM_STACK, FORWARD_LEVEL, INFERENCE_MODE, IS_NEGATIVE, COUNT_CHANGE, NEW_EMPTY, GET_FRAME, KIND_OF_FILE, NUM_FUNCTIONS };
 enum { FRAME_CODE = NUM_FUNCTIONS, FRAME_INSTRUCTION, FRAME_BACK, CODE_FILE, NONE, ONE, NUM_OBJECTS };
 /* Of source files, as `kind_of` in echelon.call_site tells. */
 enum { OF_USER, OF_LIBRARY };
@@ -149,9 +149,21 @@ static struct known_call *find(struct calls *calls, PyObject *kind, int64_t root
     return NULL;
 }
 
+/* Makes the tensor of a result. False if torch cannot. */
+static bool make_result(const struct known_call *known, PyObject *tensor, PyObject **made, struct view *view) {
+    *made = PyObject_CallFunctionObjArgs(objects[NEW_EMPTY], tensor, known->result_shape, NULL);
+    if (!*made)
+        PyErr_Clear();
+    return *made && view_of(*made, view);
+}
+
 static bool may_begin(const struct calls *calls) {
     return calls->board && calls->left == calls->sequence && !calls->is_held && !calls->num_marks && !calls->is_stopped;
 }
+
+/* What Python announces of a tensor outside symmetric memory. A peer reads it if the blocks of another rank no longer
+ * lie beside the announcement: then all ranks have to see that they cannot read each other's tensors in place. */
+static const uint64_t ordinary[3];
 
 static int start(struct board *board, const struct known_call *known, uint64_t mark, const struct view *tensor,
                  const struct view *out) {
@@ -159,7 +171,8 @@ static int start(struct board *board, const struct known_call *known, uint64_t m
         return broadcast(board, mark, known->text, known->text_bytes, tensor->data, (uint64_t)tensor->num_bytes,
                          known->source);
     if (known->act == EXCHANGES)
-        return exchange(board, mark, known->text, known->text_bytes, known->plan, tensor->data, out->data, NULL, 0);
+        return exchange(board, mark, known->text, known->text_bytes, known->plan, tensor->data, out->data, ordinary,
+                        sizeof ordinary / sizeof *ordinary);
     if (known->act == MEETS_ONLY)
         return meet(board, mark, known->text, known->text_bytes, NULL, 0);
     const struct view *target = known->target == IN_PLACE ? tensor : out;
@@ -193,8 +206,8 @@ static bool view_argument(PyObject *argument, struct view *view) {
            (view_of(argument, view) && view->type && (uintptr_t)view->data > FAR_ADDRESS);
 }
 
-/* run_known(kind, root, op, tensor, out), with the address of `struct calls` as self. True: it is done. False: nothing was
- * done. Else (object, number, signature): it has begun, and Python goes on with it. */
+/* run_known(kind, root, op, tensor, out), with the address of `struct calls` as self. True: it is done. (result,): done, with
+ * a new tensor. False: nothing was done. Else (object, number, signature): it has begun, and Python goes on with it. */
 PyObject *run_known(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     struct calls *calls = PyLong_AsVoidPtr(self);
     if (count != 5 || !calls)
@@ -207,13 +220,16 @@ PyObject *run_known(PyObject *self, PyObject *const *arguments, Py_ssize_t count
         return PyBool_FromLong(0);
     struct known_call *known = find(calls, arguments[0], root, arguments[2], &tensor, &out);
     int64_t instruction = 0;
-    PyObject *code = NULL;
+    PyObject *code = NULL, *made = NULL;
     if (!known || ask(DISPATCH_DEPTH, NULL) || has_transforms() || ask(FORWARD_LEVEL, NULL) != -1 ||
         ask(INFERENCE_MODE, NULL) ||
         (tensor.data && ask(IS_NEGATIVE, arguments[3])) || (out.data && ask(IS_NEGATIVE, arguments[4])) ||
         !(code = calling_code(&instruction)) || (known->changes_tensor && !count_change(arguments[3])) ||
-        (known->changes_out && !count_change(arguments[4])) || !may_begin(calls) || calls->first != known) {
+        (known->changes_out && !count_change(arguments[4])) ||
+        (known->result_shape && !make_result(known, arguments[3], &made, &out)) || !may_begin(calls) ||
+        calls->first != known) {
         drop(code);
+        drop(made);
         return PyBool_FromLong(0);
     }
     struct flight flight = {known->object, code, instruction, ++calls->sequence, 0, PyThread_get_thread_ident(),
@@ -225,6 +241,7 @@ PyObject *run_known(PyObject *self, PyObject *const *arguments, Py_ssize_t count
     board->is_brief = 0;
     if (outcome != DONE) {
         drop(code);
+        drop(made); /* whoever goes on gives another target */
         board->begun = 1 + (uint64_t)outcome;
         return Py_BuildValue("(OKK)", known->object, (unsigned long long)flight.sequence,
                              (unsigned long long)flight.signature);
@@ -232,7 +249,11 @@ PyObject *run_known(PyObject *self, PyObject *const *arguments, Py_ssize_t count
     calls->left = flight.sequence;
     flight.ended = seconds();
     write_down(calls->flights, flight);
-    return PyBool_FromLong(1);
+    if (!made)
+        return PyBool_FromLong(1);
+    PyObject *result = PyTuple_Pack(1, made);
+    drop(made);
+    return result;
 }
 
 static void set_key(struct key *key, const struct view *view) {

@@ -26,6 +26,7 @@ struct known_call {
     uint64_t act, target, reduction, num_shown, begin, is_published, source;
     const struct plan *plan;
     uint64_t changes_tensor, changes_out;
+    PyObject *result_shape; /* of a result in a new tensor, like the argument; NULL where there is none */
     /* For records, and for whoever goes on with it. */
     PyObject *object;
 };

@@ -105,7 +105,8 @@ int find(struct inlet *inlet) {
         inlet->part = prefix.part;
         inlet->part_bytes = prefix.part_bytes;
         if (!size || size % RECORD_ALIGNMENT || size > available || size > left || available > inlet->ring_bytes ||
-            prefix.head_bytes > (most < inlet->most_head_bytes ? most : inlet->most_head_bytes))
+            prefix.head_bytes > (most < inlet->most_head_bytes ? most : inlet->most_head_bytes) ||
+            (!prefix.head_bytes && (!at || size != left))) /* only the end of the ring is skipped, so never twice */
             return DIFFERS;
         if (prefix.head_bytes)
             return DONE;

@@ -300,6 +300,13 @@ MUTATIONS = [
     # calls like an earlier one
     Mutation("an operation that is begun twice", "board.c", "if (!board->begun)", "if (1)", "known calls"),
     Mutation("a begun operation that is begun for ever", "board.c", "    board->begun = 0;\n", "", "known calls"),
+    Mutation(
+        "a begun operation with its first target",
+        "board.c",
+        "        board->target = target; /* as in `reduce` */\n",
+        "",
+        "known calls",
+    ),
     Mutation("a begun operation that counts as done", "calls.c", "if (outcome != DONE) {", "if (0) {", "known calls"),
     Mutation("an end that is not told", "calls.c", "    calls->left = flight.sequence;\n", "", "known calls"),
     Mutation("a number that is used twice", "calls.c", "++calls->sequence", "calls->sequence + 1", "known calls"),

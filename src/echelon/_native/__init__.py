@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 VARIABLE = "ECHELON_NATIVE"
 """Environment variable that turns the library off if it is "0"."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
-_VERSION = 4
+_VERSION = 5
 # In a folder of its own: beside modules it would look like one.
 _PATH = Path(__file__).with_name("library") / f"core-{platform.machine()}.so"
 
@@ -156,7 +156,7 @@ class KnownCall(ctypes.Structure):
         ("out", _Key),
         *((name, ctypes.c_uint64) for name in ("text", "text_bytes", "checksum", "act", "target", "reduction")),
         *((name, ctypes.c_uint64) for name in ("num_shown", "begin", "is_published", "source", "plan")),
-        *((name, ctypes.c_uint64) for name in ("changes_tensor", "changes_out", "object")),
+        *((name, ctypes.c_uint64) for name in ("changes_tensor", "changes_out", "result_shape", "object")),
     )
 
 

@@ -126,8 +126,9 @@ class KnownCalls(ABC):
     numbers: Calls
     """Numbers of the group's calls."""
     run: Callable[..., Any]
-    """Runs a collective: takes kind, root, op, tensor and `out`. True if it is done, False if nothing was done. Else
-    the object of the call, its number and its signature: it has begun, and the runner goes on with it."""
+    """Runs a collective: takes kind, root, op, tensor and `out`. True if it is done, (result,) if it is done with
+    a new tensor, False if nothing was done. Else the object of the call, its number and its signature: it has begun,
+    and the runner goes on with it."""
 
     @abstractmethod
     def record_into(self, recorder: FlightRecorder) -> None:
@@ -135,7 +136,14 @@ class KnownCalls(ABC):
 
     @abstractmethod
     def learn(
-        self, run: Run, call: KnownOperation, checksum: int, key: tuple[str, int, str], tensor: Tensor | None, out: Any
+        self,
+        run: Run,
+        call: KnownOperation,
+        checksum: int,
+        key: tuple[str, int, str],
+        tensor: Tensor | None,
+        out: Any,
+        result: Any,
     ) -> bool:
         """Takes over a collective that the runner has run. False if it is not for this.
 
@@ -145,6 +153,7 @@ class KnownCalls(ABC):
             checksum: of its note, for the signature.
             key: kind, root and op, as the program gave it.
             tensor, out: of this rank.
+            result: what it has returned.
         """
 
 

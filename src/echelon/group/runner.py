@@ -218,7 +218,7 @@ class CollectiveRunner:
                 result = self._run(prepared, record, tensor, out, seconds, None)
                 if self._known is not None and in_splits is out_splits is None:
                     known = KnownOperation(self.name, self._context, prepared.note, prepared.num_bytes)
-                    if self._known.learn(prepared.run, known, prepared.checksum, (kind, root, op), tensor, out):
+                    if self._known.learn(prepared.run, known, prepared.checksum, (kind, root, op), tensor, out, result):
                         self._learnt[known] = prepared
                 return result
         prepared, values, around = self._check(kind, tensor, op, root, in_splits, out_splits, out, writes)
@@ -226,12 +226,14 @@ class CollectiveRunner:
         return self.start(prepared, values, out, async_op, timeout, changed, around)
 
     def go_on(self, begun: Any, tensor: Tensor | None, out: Tensor | None) -> Any:
-        """Goes on with a collective that `run_known` has begun. Returns, blocks and raises as `call`.
+        """Goes on with a collective that `run_known` has begun or done. Returns, blocks and raises as `call`.
 
         Args:
             begun: result of `run_known`.
             tensor, out: its arguments.
         """
+        if len(begun) == 1:
+            return begun[0]
         known, sequence, signature = begun
         prepared = self._learnt[known]
         record = self._recorder.begin(
@@ -242,8 +244,8 @@ class CollectiveRunner:
         if out is not None:
             self._run(prepared, record, values, outside_autograd(out), self.timeout, None)
             return out
-        # Without `out` these are the collectives in place, and those without a result here.
-        return None if self._run(prepared, record, values, None, self.timeout, None) is None else tensor
+        result = self._run(prepared, record, values, None, self.timeout, None)
+        return tensor if result is values else result
 
     def _check(
         self,

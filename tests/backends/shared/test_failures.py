@@ -98,9 +98,9 @@ def wait_idly(group):
     return (time.process_time() - used) / (time.monotonic() - begin)
 
 
-def test_a_rank_that_waits_uses_less_than_a_hundredth_of_a_core():
-    # On a busy host a sleep costs more: one quiet attempt of three shows that the rank does not poll.
-    assert any(run_forked(wait_idly, 2, backend="shm")[0] < 0.01 for _ in range(3))
+def test_a_rank_that_waits_uses_little_of_a_core():
+    # 50 times a second it looks around, 0.006 to 0.014 of a core. A rank that polls uses all of it.
+    assert any(run_forked(wait_idly, 2, backend="shm")[0] < 0.03 for _ in range(3))
 
 
 def mix_threads_and_groups(group):

@@ -103,6 +103,9 @@ def test_every_size_fits_an_empty_ring_wherever_that_begins():
         (64, 1 << 31, 64, 0),
         ((1 << 32) - 64, 40, (1 << 32) - 64, 0),
         (128, 40, 1 << 63, 0),
+        # No header: the end of the ring is skipped, which begins behind another record.
+        (RING, 0, RING, 0),
+        (128, 0, 192, RING - 192),
     ],
 )
 def test_what_cannot_be_a_record_is_refused(size, head_bytes, available, at):

@@ -94,15 +94,21 @@ def repeat_every_kind(group):
             [2.0, 3.0, 3.0, 4.0] if rank else [0.0, 1.0, 1.0, 2.0],
         ),
         "barrier": (group.barrier, None),
+        "new all_gather": (lambda: group.all_gather(rows), [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]),
+        "new gather": (lambda: group.gather(rows, 0), None if rank else [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]),
+        "new reduce_scatter": (lambda: group.reduce_scatter(rows), [5.0, 7.0] if rank else [1.0, 3.0]),
+        "new all_to_all": (lambda: group.all_to_all(rows), [2.0, 3.0, 3.0, 4.0] if rank else [0.0, 1.0, 1.0, 2.0]),
     }
     for kind, (call, want) in calls.items():
-        for time in range(4):
-            runner.call = refuse if time == 3 else type(runner).call.__get__(runner)
+        for turn in range(4):
+            runner.call = refuse if turn == 3 else type(runner).call.__get__(runner)
             got = call()
-            assert want is None if got is None else got.tolist() == want, f"{kind}, #{time}: {got}"
+            assert want is None if got is None else got.tolist() == want, f"{kind}, #{turn}: {got}"
         del runner.call
     num_known = len(runner._known._kept)
-    assert num_known == len(calls)
+    # A gather to another rank is the same with `out` and without.
+    assert num_known == len(calls) - rank
+    assert group.all_gather(rows) is not group.all_gather(rows)
     for _ in range(5):
         group.barrier(timeout=5.0)
     assert len(runner._known._kept) == num_known
@@ -110,7 +116,7 @@ def repeat_every_kind(group):
     group.all_gather(rows, both)
     assert both._version == changed + 1
     records = group.backend.flight_recorder.records()
-    assert [record.sequence for record in records] == list(range(1, 4 * len(calls) + 7))
+    assert [record.sequence for record in records] == list(range(1, 4 * len(calls) + 9))
     assert {record.place.rpartition(":")[0] for record in records} == {__file__}
     # Rank 1 has one row more than the last times: rank 0 learns that in the meeting.
     more = torch.arange(4.0 + rank)
@@ -118,6 +124,9 @@ def repeat_every_kind(group):
         want = [0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0, 4.0]
         assert group.all_gather(more, torch.empty(9) if rank else both.new_empty(9)).tolist() == want
     assert group.all_gather(rows, both).tolist() == calls["all_gather"][1]
+    for _ in range(3):
+        assert group.all_gather(more).tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0, 4.0]
+    assert group.all_gather(rows).tolist() == calls["all_gather"][1]
     with pytest.raises(echelon.SizeMismatch):
         group.all_gather(more, both)
     return True
@@ -125,6 +134,45 @@ def repeat_every_kind(group):
 
 def test_every_kind_is_made_by_the_library_alone():
     assert list(run_forked(repeat_every_kind, 2, backend="shm").values()) == [True, True]
+
+
+def gather_without_a_spin(group):
+    """Gathers into new tensors. Nobody spins, so the first rank of each meeting goes on in Python."""
+    waiter, runner, late = group._runner._executor._host.waiter._state, group._runner, []
+    waiter.spins = waiter.yields = 0
+    runner.go_on = lambda begun, *rest: late.append(len(begun)) or type(runner).go_on(runner, begun, *rest)
+    rows, totals = torch.arange(4.0) + group.rank, []
+    for _ in range(20):
+        totals += [group.all_gather(rows).tolist(), group.reduce_scatter(rows).tolist()]
+    group.barrier()
+    return totals, late.count(3)
+
+
+def test_a_rank_that_waits_gets_its_result_in_a_new_tensor_too():
+    outcomes = run_forked(gather_without_a_spin, 2, backend="shm")
+    for rank, (totals, _) in outcomes.items():
+        assert totals == [[0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0], [5.0, 7.0] if rank else [1.0, 3.0]] * 20
+    # All but the first two of each kind, less the meetings at which both saw each other at once.
+    assert sum(num_late for _, num_late in outcomes.values()) > 10
+
+
+def gather_beside_symmetric(group):
+    """Small gathers in a group that has symmetric tensors, then one whose blocks no longer lie beside their notes."""
+    rank, runner = group.rank, group._runner
+    small, large = group.empty(4).fill_(rank), group.empty(1 << 19).fill_(rank)
+    for turn in range(4):
+        runner.call = refuse if turn == 3 else type(runner).call.__get__(runner)
+        assert group.all_gather(small).tolist() == [0.0] * 4 + [1.0] * 4
+    del runner.call
+    # Rank 1 has more than fits beside its note. Rank 0 repeats its call with a tensor elsewhere: the place of the
+    # earlier one, in symmetric memory, does not count any more.
+    got = group.all_gather(large if rank else torch.full((4,), 7.0))
+    assert torch.equal(got, torch.cat([torch.full((4,), 7.0), torch.ones(1 << 19)]))
+    return True
+
+
+def test_small_gathers_beside_symmetric_tensors_are_made_by_the_library():
+    assert list(run_forked(gather_beside_symmetric, 2, backend="shm").values()) == [True, True]
 
 
 def come_late_to_known(group):
@@ -195,7 +243,7 @@ def come_late(group):
     return "nothing"
 
 
-def test_its_time_is_up_in_the_same_way():
+def test_its_turnis_up_in_the_same_way():
     text = run_forked(come_late, 2, backend="shm")[0]
     assert "all_reduce(sum) of float32[4], #2" in text
     assert re.search(r"waited \d+\.\d s for rank 1", text), text

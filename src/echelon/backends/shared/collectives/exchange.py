@@ -319,10 +319,7 @@ class Repeated:
         if known is not None and (now is None or now.plan != known.plan):
             shared.known.forget()
         self._known = now
-        # With symmetric memory ranks announce where their tensors are.
-        self.way = (
-            None if now is None or shared.symmetric.count else Way(Act.EXCHANGES, plan=now.plan, changes_out=is_read)
-        )
+        self.way = None if now is None else Way(Act.EXCHANGES, plan=now.plan, makes_result=is_read)
         return result
 
 

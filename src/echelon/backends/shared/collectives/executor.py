@@ -212,7 +212,7 @@ def _find_way(collective: Collective, act: partial[Any], rank: int, count: int) 
         elif kind == "reduce_scatter":
             assert collective.shape is not None
             begin = reducing.begin_of(collective.shape, size, rank, count)
-            way = way._replace(target=Target.INTO_OUT, begin=begin, changes_tensor=False, changes_out=True)
+            way = way._replace(target=Target.INTO_OUT, begin=begin, changes_tensor=False, makes_result=True)
         elif rank == collective.root:
             way = way._replace(num_shown=0)
         else:

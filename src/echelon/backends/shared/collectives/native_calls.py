@@ -47,7 +47,8 @@ class Way(NamedTuple):
     source: int = 0
     plan: bytes = b""
     changes_tensor: bool = False
-    changes_out: bool = False
+    makes_result: bool = False
+    """Whether the result goes into `out`, or into a new tensor."""
 
 
 class NativeCalls(KnownCalls):
@@ -82,7 +83,14 @@ class NativeCalls(KnownCalls):
         self._ways[run] = find_way
 
     def learn(  # noqa: D102
-        self, run: Run, call: KnownOperation, checksum: int, key: tuple[str, int, str], tensor: Tensor | None, out: Any
+        self,
+        run: Run,
+        call: KnownOperation,
+        checksum: int,
+        key: tuple[str, int, str],
+        tensor: Tensor | None,
+        out: Any,
+        result: Any,
     ) -> bool:
         # A call that takes another way for its own reasons, such as a timeout, is not learnt again and again.
         known_by = ref(run), key[2], None if out is None else out.shape
@@ -90,13 +98,18 @@ class NativeCalls(KnownCalls):
             return False
         find_way = self._ways.get(run)
         way = None if find_way is None else find_way()
-        if way is None or way.changes_out != (out is not None) or not self.numbers.board:
+        if way is None or (out is not None and not way.makes_result) or not self.numbers.board:
+            return False
+        makes_result = way.makes_result and out is None
+        # The receiver of a scatter has no tensor to make one like.
+        if makes_result and tensor is None:
             return False
         if len(self._kept) >= _MAX_KNOWN:
             self.forget()
         kind, root, op = key
         text = encoded(call.operation)
         plan = ctypes.create_string_buffer(way.plan) if way.plan else None
+        shape = result.shape if makes_result else None
         known = KnownCall(
             text=_address_of(text),
             text_bytes=len(text),
@@ -110,7 +123,8 @@ class NativeCalls(KnownCalls):
             source=way.source,
             plan=0 if plan is None else ctypes.addressof(plan),
             changes_tensor=way.changes_tensor,
-            changes_out=way.changes_out,
+            changes_out=out is not None,
+            result_shape=id(shape) if makes_result else 0,
             object=id(call),
         )
         address = ctypes.addressof(known)
@@ -118,7 +132,7 @@ class NativeCalls(KnownCalls):
         if has_learnt:
             self._learnt.add(known_by)
             # Not `run`: a cycle would keep the group's memory mapped after the group.
-            self._kept.append((known, call, text, plan, kind, op))
+            self._kept.append((known, call, text, plan, kind, op, shape))
         return has_learnt
 
     def forget(self) -> None:
@@ -149,6 +163,7 @@ def _use_interpreter(library: SimpleNamespace) -> None:
         torch.is_inference_mode_enabled,
         torch.Tensor.is_neg,
         count_changes,
+        torch.Tensor.new_empty,
         sys._getframe,
         kind_of,
         "f_code",
