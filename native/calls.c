@@ -16,7 +16,7 @@
 
 /* What is asked of torch and of the interpreter before each call: see `use_interpreter`. */
 enum { DISPATCH_DEPTH, TRANSFORM_STACK, FORWARD_LEVEL, INFERENCE_MODE, IS_NEGATIVE, COUNT_CHANGE, NEW_EMPTY, GET_FRAME, KIND_OF_FILE, NUM_FUNCTIONS };
-enum { FRAME_CODE = NUM_FUNCTIONS, FRAME_INSTRUCTION, FRAME_BACK, CODE_FILE, NONE, ONE, NUM_OBJECTS };
+enum { FRAME_CODE = NUM_FUNCTIONS, FRAME_INSTRUCTION, FRAME_BACK, CODE_FILE, IS_CLOSED, DELIVERY, NONE, NO, ONE, NUM_OBJECTS };
 /* Of source files, as `kind_of` in echelon.call_site tells. */
 enum { OF_USER, OF_LIBRARY };
 enum { NUM_CODES = 64 };
@@ -31,7 +31,7 @@ static struct {
     long kind;
 } codes[NUM_CODES];
 
-static double seconds(void) {
+double seconds(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
@@ -57,8 +57,36 @@ static bool has_transforms(void) {
     return answer != objects[NONE];
 }
 
-/* Autograd learns that the tensor is about to change. False if torch refuses the change. */
-static bool count_change(PyObject *tensor) {
+bool is_in_mode(void) { return ask(DISPATCH_DEPTH, NULL) || has_transforms() || ask(FORWARD_LEVEL, NULL) != -1; }
+
+bool is_in_inference_mode(void) { return ask(INFERENCE_MODE, NULL); }
+
+bool is_none(PyObject *object) { return object == objects[NONE]; }
+
+/* True as well if there is no such attribute. */
+static bool is_other(PyObject *object, int name, int expected) {
+    PyObject *found = PyObject_GetAttr(object, objects[name]);
+    if (found)
+        Py_DecRef(found);
+    else
+        PyErr_Clear();
+    return found != objects[expected];
+}
+
+bool is_closed(PyObject *progress) { return is_other(progress, IS_CLOSED, NO); }
+
+bool is_arriving(PyObject *receiver) { return is_other(receiver, DELIVERY, NONE); }
+
+bool try_lock(PyObject *acquire) {
+    PyObject *answer = PyObject_CallFunctionObjArgs(acquire, objects[NO], NULL);
+    if (answer)
+        Py_DecRef(answer);
+    else
+        PyErr_Clear();
+    return answer && answer != objects[NO];
+}
+
+bool count_change(PyObject *tensor) {
     PyObject *one = PyTuple_Pack(1, tensor);
     PyObject *answer = one ? PyObject_CallFunctionObjArgs(objects[COUNT_CHANGE], one, NULL) : NULL;
     if (one)
@@ -94,8 +122,7 @@ static PyObject *part_of(PyObject *frame, int name) {
     return part;
 }
 
-/* The code object in the user's file that led here, owned by the caller, and the instruction. NULL if Python has to look. */
-static PyObject *calling_code(int64_t *instruction) {
+PyObject *calling_code(int64_t *instruction) {
     /* The group's method is the innermost frame: builtins have none. */
     PyObject *frame = PyObject_CallFunctionObjArgs(objects[GET_FRAME], objects[ONE], NULL), *found = NULL;
     if (!frame)
@@ -149,9 +176,8 @@ static struct known_call *find(struct calls *calls, PyObject *kind, int64_t root
     return NULL;
 }
 
-/* Makes the tensor of a result. False if torch cannot. */
-static bool make_result(const struct known_call *known, PyObject *tensor, PyObject **made, struct view *view) {
-    *made = PyObject_CallFunctionObjArgs(objects[NEW_EMPTY], tensor, known->result_shape, NULL);
+bool make_tensor(PyObject *like, PyObject *shape, PyObject **made, struct view *view) {
+    *made = PyObject_CallFunctionObjArgs(objects[NEW_EMPTY], like, shape, NULL);
     if (!*made)
         PyErr_Clear();
     return *made && view_of(*made, view);
@@ -188,8 +214,7 @@ static void drop(PyObject *object) {
         Py_DecRef(object);
 }
 
-/* The entry keeps what it names. Its `code` comes with its reference. */
-static void write_down(struct flights *flights, struct flight flight) {
+void write_down(struct flights *flights, struct flight flight) {
     struct flight *place = &flights->ring[flights->count++ % NUM_FLIGHTS], before = *place;
     Py_IncRef(flight.object);
     *place = flight;
@@ -221,12 +246,10 @@ PyObject *run_known(PyObject *self, PyObject *const *arguments, Py_ssize_t count
     struct known_call *known = find(calls, arguments[0], root, arguments[2], &tensor, &out);
     int64_t instruction = 0;
     PyObject *code = NULL, *made = NULL;
-    if (!known || ask(DISPATCH_DEPTH, NULL) || has_transforms() || ask(FORWARD_LEVEL, NULL) != -1 ||
-        ask(INFERENCE_MODE, NULL) ||
-        (tensor.data && ask(IS_NEGATIVE, arguments[3])) || (out.data && ask(IS_NEGATIVE, arguments[4])) ||
-        !(code = calling_code(&instruction)) || (known->changes_tensor && !count_change(arguments[3])) ||
-        (known->changes_out && !count_change(arguments[4])) ||
-        (known->result_shape && !make_result(known, arguments[3], &made, &out)) || !may_begin(calls) ||
+    if (!known || is_in_mode() || is_in_inference_mode() || (tensor.data && ask(IS_NEGATIVE, arguments[3])) ||
+        (out.data && ask(IS_NEGATIVE, arguments[4])) || !(code = calling_code(&instruction)) ||
+        (known->changes_tensor && !count_change(arguments[3])) || (known->changes_out && !count_change(arguments[4])) ||
+        (known->result_shape && !make_tensor(arguments[3], known->result_shape, &made, &out)) || !may_begin(calls) ||
         calls->first != known) {
         drop(code);
         drop(made);

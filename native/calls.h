@@ -3,8 +3,11 @@
 #ifndef ECHELON_CALLS_H
 #define ECHELON_CALLS_H
 
+#include <stdbool.h>
+
 #include "board.h"
 #include "python.h"
+#include "tensor.h"
 
 enum { MAX_DIMS = 6, NUM_FLIGHTS = 1000 };
 enum target { NO_TARGET, IN_PLACE, INTO_OUT };
@@ -55,7 +58,27 @@ struct calls {
     struct board *board; /* NULL until the group has its region */
     struct flights *flights;
     struct known_call *first; /* the last that was used */
+    struct prepared *messages; /* in message_calls.c */
 };
+
+/* What is asked of torch and of the interpreter before each call. */
+bool is_in_mode(void);
+bool is_in_inference_mode(void);
+bool is_none(PyObject *object);
+/* Of echelon.backends: whether a rank has closed its messages, and whether one is arriving at an end of a link. */
+bool is_closed(PyObject *progress);
+bool is_arriving(PyObject *receiver);
+/* `acquire` of a lock, without waiting. */
+bool try_lock(PyObject *acquire);
+/* Autograd learns that the tensor is about to change. False if torch refuses the change. */
+bool count_change(PyObject *tensor);
+/* A tensor like the first one, with uninitialised values. False if torch cannot make it. */
+bool make_tensor(PyObject *like, PyObject *shape, PyObject **made, struct view *view);
+/* The code object in the user's file that led here, owned by the caller, and the instruction. NULL if Python has to look. */
+PyObject *calling_code(int64_t *instruction);
+double seconds(void);
+/* The entry keeps what it names. Its `code` comes with its reference. */
+void write_down(struct flights *flights, struct flight flight);
 
 /* The functions that Python calls. */
 PyObject *use_interpreter(PyObject *self, PyObject *const *arguments, Py_ssize_t count);

@@ -133,13 +133,21 @@ int take(struct inlet *inlet, const struct message *message, void *out) {
     return DONE;
 }
 
-int look(const struct inlet *inlet, uint64_t spins, uint64_t nanoseconds) {
+bool has_record(const struct inlet *inlet, uint64_t spins) {
     uint64_t taken = inlet->taken; /* once: other threads of this rank take records, too */
-    for (uint64_t i = 0; i < spins; i++) {
+    for (uint64_t i = 0;; i++) {
         if (LOAD(inlet->records_word, RELAXED) != taken)
-            return DONE;
+            return true;
+        if (i >= spins)
+            return false;
         PAUSE();
     }
+}
+
+int look(const struct inlet *inlet, uint64_t spins, uint64_t nanoseconds) {
+    uint64_t taken = inlet->taken; /* once, as above */
+    if (has_record(inlet, spins))
+        return DONE;
     void *state = LET_GO();
     uint64_t until = now() + nanoseconds;
     int code = WAITING;

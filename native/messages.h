@@ -51,6 +51,23 @@ struct message {
     int64_t shape[];
 };
 
+/* Messages of one peer and tag with equal headers, as one group makes them; see message_calls.c. Made by Python, which
+ * keeps all that it points at. */
+enum { NUM_QUEUES = 4 };
+struct prepared {
+    struct prepared *next;
+    const struct message *message;
+    int64_t peer, tag;         /* as the program gives them */
+    uint64_t is_send;
+    uint64_t spins;            /* before a receive is left to Python */
+    uint64_t *count;           /* of messages with the peer: Python counts there as well, under the lock */
+    struct _object *acquire, *release; /* the lock under which this rank's threads use their ends of links */
+    struct _object *progress, *receiver; /* say whether the rank has closed, and whether a message is arriving */
+    struct _object *queues[NUM_QUEUES];  /* containers: Python decides unless all are empty */
+    struct _object *like, *shape;        /* of a tensor for a receive without `out` */
+    struct _object *object;              /* for records */
+};
+
 enum { PREFIX_BYTES = 24, RECORD_ALIGNMENT = 64, PAYLOAD_ALIGNMENT = 16 };
 #define NO_FD UINT64_MAX
 
@@ -67,6 +84,8 @@ int find(struct inlet *inlet);
 void release(struct inlet *inlet);
 /* DONE: the next record is such a message, and was copied. NOT_SO: the long way has to take it. WAITING as above. */
 int take(struct inlet *inlet, const struct message *message, void *out);
+/* Reads the counter once, and so many times more, with the interpreter's lock held. */
+bool has_record(const struct inlet *inlet, uint64_t spins);
 /* Waits for a record, but does not sleep. WAITING: there is none. */
 int look(const struct inlet *inlet, uint64_t spins, uint64_t nanoseconds);
 /* Wakes the writer if it waits for answers and sleeps. Called after an answer was stored. */

@@ -22,6 +22,8 @@ PyObject *call_look(PyObject *self, PyObject *const *arguments, Py_ssize_t count
 PyObject *call_answer(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *call_wake(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *call_type_of(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
+PyObject *send_known(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
+PyObject *receive_known(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 
 /* Part of the table of module.c. */
 #define MESSAGE_METHODS                                                                                                \
@@ -29,6 +31,7 @@ PyObject *call_type_of(PyObject *self, PyObject *const *arguments, Py_ssize_t co
         {"find", call_find, METH_FASTCALL, NULL}, {"release", call_release, METH_FASTCALL, NULL},                      \
         {"receive", call_receive, METH_FASTCALL, NULL}, {"look", call_look, METH_FASTCALL, NULL},                      \
         {"answer", call_answer, METH_FASTCALL, NULL}, {"wake", call_wake, METH_FASTCALL, NULL},                        \
-        {"type_of", call_type_of, METH_FASTCALL, NULL}
+        {"type_of", call_type_of, METH_FASTCALL, NULL}, {"send_known", send_known, METH_FASTCALL, NULL},               \
+        {"receive_known", receive_known, METH_FASTCALL, NULL}
 
 #endif

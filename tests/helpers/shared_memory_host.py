@@ -24,6 +24,8 @@ from echelon.backends.connect.rendezvous import World
 from echelon.backends.formats import message_layout
 from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.backends.formats.wire import Tag
+from echelon.backends.shared.collectives import native_calls
+from echelon.backends.shared.collectives.native_calls import NativeCalls
 from echelon.backends.shared.memory import segment as segment_module
 from echelon.backends.shared.memory.segment import Segment
 from echelon.backends.shared.messages import message_region, receiver, sender
@@ -31,6 +33,7 @@ from echelon.backends.tcp import backend as tcp_backend
 from echelon.backends.tcp import poller, progress, reader
 from echelon.backends.tcp.link import Link
 from echelon.backends.work import Work
+from echelon.operation_records import FlightRecorder
 from tests.helpers.native_explorer import Explorer, library
 
 SIZES = message_layout.Sizes(ring_bytes=1024, inline_bytes=64, piece_bytes=128, whole_bytes=512, circle_bytes=256)
@@ -54,11 +57,13 @@ class Lock:
         self._count = 0
         self._waiting = []
 
-    def acquire(self):
+    def acquire(self, blocking=True):
         host = self._host
         host.point()
         own = host.scheduler.current() if host.is_running else "the test"
         while self._owner not in (None, own):
+            if not blocking:
+                return False
             self._waiting.append(Work(None, "a lock"))
             host.wait(self._waiting[-1])
         self._owner = own
@@ -277,7 +282,7 @@ def two_ranks(
             ),
         ),
         (message_region, "os", system),
-        *((module, "core", core) for module in (message_region, receiver, segment_module, sender)),
+        *((module, "core", core) for module in (message_region, native_calls, receiver, segment_module, sender)),
         (receiver, "_MAX_LENT_BYTES", max_lent_bytes),
     ]
     logging.getLogger("echelon").addFilter(_nothing_said)
@@ -341,6 +346,8 @@ def _backend(host, at, max_unclaimed_bytes, has_cores):
     sending._parts._arena = _small_arena()
     link = Link(peer, sending, receiver.RingReceiver(at, peer, 1 << 30))
     backend.use_links({peer: link}, at, at.doorbells.own)
+    backend.known, backend.learnt = NativeCalls(), set()
+    backend.known.record_into(FlightRecorder())
     return backend
 
 

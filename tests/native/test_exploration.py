@@ -425,6 +425,34 @@ MUTATIONS = [
         f"    answer(inlet);\n{_TAKEN}",
         "m: long notes",
     ),
+    Mutation(
+        "a message in one call before others that wait",
+        "message_calls.c",
+        "if (is_true(prepared->queues[i]))",
+        "if (0)",
+        "m: stream",
+    ),
+    Mutation(
+        "a message in one call while another thread is at the link",
+        "message_calls.c",
+        "if (!try_lock(prepared->acquire))",
+        "if (0)",
+        "m: two threads each",
+    ),
+    Mutation(
+        "a message in one call with the header of another tag",
+        "message_calls.c",
+        "each->peer == peer && each->tag == tag",
+        "each->peer == peer",
+        "m: unclaimed",
+    ),
+    Mutation(
+        "a message in one call with the header of another shape",
+        "message_calls.c",
+        "(!view || has_layout(view, each->message))",
+        "(!view || view->type == each->message->type)",
+        "m: both ways",
+    ),
 ]
 
 

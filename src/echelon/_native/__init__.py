@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 VARIABLE = "ECHELON_NATIVE"
 """Environment variable that turns the library off if it is "0"."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
-_VERSION = 5
+_VERSION = 6
 # In a folder of its own: beside modules it would look like one.
 _PATH = Path(__file__).with_name("library") / f"core-{platform.machine()}.so"
 
@@ -125,9 +125,8 @@ class Calls(ctypes.Structure):
     """`struct calls`: numbers of a group's calls on one rank. Python's code moves them too, while it sets `is_held`."""
 
     _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("sequence", "signature", "left", "is_held", "num_marks", "is_stopped", "board", "flights", "first")
-    )
+        (name, ctypes.c_uint64) for name in ("sequence", "signature", "left", "is_held", "num_marks", "is_stopped")
+    ) + tuple((name, ctypes.c_uint64) for name in ("board", "flights", "first", "messages"))
     if TYPE_CHECKING:
         sequence: int
         signature: int
@@ -138,6 +137,7 @@ class Calls(ctypes.Structure):
         board: int
         flights: int
         first: int
+        messages: int
 
 
 class _Key(ctypes.Structure):
@@ -251,6 +251,19 @@ def message(end: int, head: bytes, num_bytes: int, dtype: int, shape: Sequence[i
     return struct.pack(f"<5Q{len(shape)}q", end, len(head), num_bytes, dtype, len(shape), *shape) + head
 
 
+class Prepared(ctypes.Structure):
+    """`struct prepared`: messages that a group makes in one call."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("next", "message")),
+        *((name, ctypes.c_int64) for name in ("peer", "tag")),
+        *((name, ctypes.c_uint64) for name in ("is_send", "spins", "count", "acquire", "release", "progress")),
+        ("receiver", ctypes.c_uint64),
+        ("queues", ctypes.c_uint64 * 4),
+        *((name, ctypes.c_uint64) for name in ("like", "shape", "object")),
+    )
+
+
 class _Method(ctypes.Structure):
     """`PyMethodDef`: an entry of the library's table."""
 
@@ -260,6 +273,10 @@ class _Method(ctypes.Structure):
         ("flags", ctypes.c_int),
         ("doc", ctypes.c_char_p),
     )
+
+
+_OF_A_GROUP = (b"run_known", b"send_known", b"receive_known")
+"""Functions that are builtins of their own for each group: `run_known_of(address)` makes one."""
 
 
 class Unusable(Exception):
@@ -288,9 +305,8 @@ def load(path: Path = _PATH) -> SimpleNamespace:
     functions = SimpleNamespace()
     while name := _Method.from_address(table).name:
         setattr(functions, name.decode(), make(table, None, None))
-        if name == b"run_known":
-            # A builtin of its own for each group: its first argument is fixed.
-            functions.runner_of = partial(_bind, make, table)
+        if name in _OF_A_GROUP:
+            setattr(functions, f"{name.decode()}_of", partial(_bind, make, table))
         table += ctypes.sizeof(_Method)
     memmove = ctypes.cast(ctypes.CDLL(None).memmove, ctypes.c_void_p).value
     if functions.set_up(memmove, object.__basicsize__) != _VERSION:

@@ -18,6 +18,7 @@ from torch import Tensor
 from echelon._native import Calls
 from echelon._torch_private.tensors import FakeTensor, storage_address
 from echelon.backends.memory import describe, is_plain, new_tensor, plain
+from echelon.backends.messages import NativeMessage
 from echelon.backends.operators import Operator, operator
 from echelon.backends.work import Work
 from echelon.errors import CollectiveMismatch, Timeout
@@ -121,7 +122,7 @@ and Closed.
 
 
 class KnownCalls(ABC):
-    """Collectives of one group that repeat an earlier one, run without the runner of the group."""
+    """Collectives and messages of one group that repeat an earlier one, made without the runner of the group."""
 
     numbers: Calls
     """Numbers of the group's calls."""
@@ -129,6 +130,10 @@ class KnownCalls(ABC):
     """Runs a collective: takes kind, root, op, tensor and `out`. True if it is done, (result,) if it is done with
     a new tensor, False if nothing was done. Else the object of the call, its number and its signature: it has begun,
     and the runner goes on with it."""
+    send: Callable[..., Any]
+    """Sends a message: takes destination, tag and tensor. False if nothing was done."""
+    receive: Callable[..., Any]
+    """Receives a message: takes source, tag and `out`. Returns the tensor. False if nothing was done."""
 
     @abstractmethod
     def record_into(self, recorder: FlightRecorder) -> None:
@@ -153,7 +158,17 @@ class KnownCalls(ABC):
             checksum: of its note, for the signature.
             key: kind, root and op, as the program gave it.
             tensor, out: of this rank.
-            result: what it has returned.
+            result: its result.
+        """
+
+    @abstractmethod
+    def learn_message(self, peer: int, tag: int, native: NativeMessage, call: KnownOperation) -> None:
+        """Takes over messages like one that the group has sent or received.
+
+        Args:
+            peer, tag: as the program gave them.
+            native: how the native library moves them.
+            call: describes them in records.
         """
 
 

@@ -7,6 +7,7 @@ message does not fit fails alone, the bytes are dropped, and the stream stays in
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
@@ -133,12 +134,14 @@ class Mailbox:
         """Number of receives that wait for the header of their message."""
         self.unclaimed = Unclaimed()
         self.failures = Failures()
-        self.claimed: defaultdict[int, int] = defaultdict(int)
-        """Number of messages of each rank that a receive has taken, without the messages of collectives."""
+        self.claimed: defaultdict[int, ctypes.c_uint64] = defaultdict(ctypes.c_uint64)
+        """Number of messages of each rank that a receive has taken, without the messages of collectives. The native
+        library counts, too."""
         self._num_from_any = 0
         """Number of posted receives that take a message from any rank."""
         self._num_receives = 0
-        self._posted: dict[Key, deque[Receive]] = {}
+        self.posted: dict[Key, deque[Receive]] = {}
+        """Receives that wait for the header of their message, by source and tag."""
 
     def post(self, receive: Receive) -> None:
         """Adds a receive; gives it the oldest unclaimed message of its source and tag, if there is one."""
@@ -152,8 +155,8 @@ class Mailbox:
             receive.work.complete(error=error)
         else:
             key = (receive.src, receive.tag)
-            if (queue := self._posted.get(key)) is None:
-                queue = self._posted[key] = deque()
+            if (queue := self.posted.get(key)) is None:
+                queue = self.posted[key] = deque()
             queue.append(receive)
             self.num_posted += 1
             self._num_from_any += receive.src == ANY
@@ -162,15 +165,15 @@ class Mailbox:
         """Removes and returns the oldest posted receive that matches a message. None if there is none."""
         key = (src, tag)
         if self._num_from_any:
-            own = self._posted.get(key)
-            for from_any in self._posted.get((ANY, tag), ()):
+            own = self.posted.get(key)
+            for from_any in self.posted.get((ANY, tag), ()):
                 if own and own[0].number < from_any.number:
                     break
                 if src in from_any.sources:
                     self._remove(from_any)
                     self.count_claimed(src, tag)
                     return from_any
-        receive = _take_first(self._posted, key)
+        receive = _take_first(self.posted, key)
         if receive is not None:
             self.num_posted -= 1
             self.count_claimed(src, tag)
@@ -179,16 +182,16 @@ class Mailbox:
     def count_claimed(self, src: int, tag: Tag) -> None:
         """Counts a message that a receive has got, unless it is that of a collective."""
         if tag.sequence == 0:
-            self.claimed[src] += 1
+            self.claimed[src].value += 1
 
     def is_free(self, src: int, tag: Tag) -> bool:
         """Whether a receive made now would get the next message of a source with this tag."""
         # Fast path, as for most small messages: no key is hashed.
         failures = self.failures
-        if not (self._posted or self.unclaimed.messages or failures.peers or failures.contexts):
+        if not (self.posted or self.unclaimed.messages or failures.peers or failures.contexts):
             return True
         key = (src, tag)
-        return not (key in self._posted or key in self.unclaimed or self._num_from_any or self.failures.of(src, tag))
+        return not (key in self.posted or key in self.unclaimed or self._num_from_any or self.failures.of(src, tag))
 
     def arrive(
         self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, comes_whole: bool = False
@@ -253,7 +256,7 @@ class Mailbox:
 
     def awaits(self, src: int) -> bool:
         """Whether a posted receive could take a message of this rank."""
-        posted = (receive for receives in self._posted.values() for receive in receives)
+        posted = (receive for receives in self.posted.values() for receive in receives)
         return any(src == receive.src or src in receive.sources for receive in posted)
 
     def fail_peer(self, rank: int, error: PeerFailed) -> PeerFailed:
@@ -288,7 +291,7 @@ class Mailbox:
 
     def _end(self, failure: Callable[[Receive], EchelonError | None]) -> None:
         """Ends every posted receive for which `failure` returns an error."""
-        for receive in [receive for receives in self._posted.values() for receive in receives]:
+        for receive in [receive for receives in self.posted.values() for receive in receives]:
             if error := failure(receive):
                 self._remove(receive)
                 receive.work.complete(error=error)
@@ -296,9 +299,9 @@ class Mailbox:
     def _remove(self, receive: Receive) -> None:
         """Removes a posted receive."""
         key = (receive.src, receive.tag)
-        self._posted[key].remove(receive)
-        if not self._posted[key]:
-            del self._posted[key]
+        self.posted[key].remove(receive)
+        if not self.posted[key]:
+            del self.posted[key]
         self.num_posted -= 1
         self._num_from_any -= receive.src == ANY
 

@@ -8,9 +8,12 @@ in one of four ways: the result, the error of the operation, `PeerFailed` as soo
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +22,29 @@ from echelon.backends.memory import check_tensor, is_ordinary
 from echelon.backends.operators import Combine
 from echelon.backends.work import Message, Received, Work
 from echelon.errors import EchelonError, InvalidRank, SelfSend, Timeout
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class NativeMessage:
+    """Messages with one header between two ranks that share memory, as the native library moves them by itself."""
+
+    message: bytes
+    """`struct message` of the library."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_send: bool
+    spins: int
+    """Number of looks for a message before a receive takes the way of Python."""
+    count: ctypes.c_uint64
+    """Counter of the messages with the peer."""
+    lock: threading.Lock
+    """Guards this rank's ends of its links."""
+    progress: object
+    """Its `is_closed` says whether the rank has closed its messages."""
+    receiver: object | None
+    """Its `delivery` is the message that is arriving. None for a send."""
+    queues: tuple[object, ...]
+    """Containers, up to 4. While one of them holds anything, the message takes the way of Python."""
 
 
 class PreparedSend:
@@ -40,6 +66,10 @@ class PreparedSend:
         Messages keep their order, whichever way they go.
         """
         return False
+
+    def native(self) -> NativeMessage | None:
+        """Returns how the native library sends such messages by itself. None if it does not."""
+        return None
 
     def start(self, tensor: torch.Tensor) -> Work[None]:
         """Starts to send a tensor, as `isend`."""
@@ -64,6 +94,10 @@ class PreparedReceive:
         None, without effect, if `start` has to do it: also where the message does not fit `out` or its note differs, or
         `out` is not such as `irecv` takes.
         """
+        return None
+
+    def native(self) -> NativeMessage | None:
+        """Returns how the native library receives a message like the last one by itself. None if it does not."""
         return None
 
     def start(self, out: torch.Tensor | None = None) -> Work[torch.Tensor]:

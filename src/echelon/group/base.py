@@ -25,6 +25,11 @@ _MAX_TAG = 2**32 - 1
 class GroupBase:
     """A rank's view of its group: the members, the backend, and the runner of collectives."""
 
+    # Of the runner's `known`, without a frame of Python.
+    _run_known: Callable[..., Any] = staticmethod(lambda *_: False)
+    _send_known: Callable[..., Any] = staticmethod(lambda *_: False)
+    _receive_known: Callable[..., Any] = staticmethod(lambda *_: False)
+
     backend: Backend
     """Transport of the group's messages."""
     ranks: tuple[int, ...]
@@ -34,8 +39,6 @@ class GroupBase:
     name: str
     """Name in errors."""
     _runner: CollectiveRunner
-    _run_known: Callable[..., Any]
-    """The runner's `run_known`, without a frame of Python."""
     context: int
     """Number that separates this group's messages from those of other groups. The same on every member."""
 

@@ -96,12 +96,13 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._selector = Selector(numbered([hosts[rank] for rank in self.ranks]), table)
         seconds = backend.timeout if timeout is None else check_seconds(timeout)
         self._runner = CollectiveRunner(backend, self.ranks, context, name, self._selector, seconds)
-        self._run_known = self._runner.run_known
+        if (known := self._runner.known) is not None:
+            self._run_known, self._send_known, self._receive_known = known.run, known.send, known.receive
         self._num_subgroups = 0
         # Only the group of all ranks closes the backend; subgroups share it.
         self._owns_backend = ranks is None
         self._sends, self._receives = {}, {}
-        self._last_sends, self._last_receives = {}, {}
+        self._last_sends, self._last_receives, self._learnt = {}, {}, set()
         _groups.add(self)
         self._callbacks: list[Callable[[], object]] = []
 

@@ -98,18 +98,17 @@ class CollectiveRunner:
         if isinstance(self._executor, PlannedExecutor):
             self._executor.selector = selector
         backend.control.join(context, ranks)
-        self._known = self._executor.known
-        if self._known is not None:
-            self._known.record_into(backend.flight_recorder)
+        self.known = self._executor.known
+        """Calls like an earlier one, made without this runner. None if there are none."""
+        if self.known is not None:
+            self.known.record_into(backend.flight_recorder)
         # Guards the sequence number, signature and marks, which must advance together. Held for no other work.
         self._numbering = threading.Lock()
         self._learnt: WeakKeyDictionary[KnownOperation, Prepared] = WeakKeyDictionary()
-        self._numbers = Calls() if self._known is None else self._known.numbers
+        self._numbers = Calls() if self.known is None else self.known.numbers
         # Begins with the members, so ranks that made the group with other members differ from its first operation on.
         self._numbers.signature = zlib.crc32(repr(list(ranks)).encode())
         self._marks: tuple[str, ...] = ()
-        self.run_known: Callable[..., Any] = _never if self._known is None else self._known.run
-        """Runs a collective like an earlier one, see `KnownCalls.run`."""
         # Errors of asynchronous operations that nobody has waited for yet, by sequence number; `close` raises them.
         self._unseen: dict[int, Exception] = {}
         self._prepared: dict[tuple[object, ...], Prepared] = {}
@@ -216,9 +215,9 @@ class CollectiveRunner:
                 record = self._begin(prepared)
                 record.begun = record.started
                 result = self._run(prepared, record, tensor, out, seconds, None)
-                if self._known is not None and in_splits is out_splits is None:
+                if self.known is not None and in_splits is out_splits is None:
                     known = KnownOperation(self.name, self._context, prepared.note, prepared.num_bytes)
-                    if self._known.learn(prepared.run, known, prepared.checksum, (kind, root, op), tensor, out, result):
+                    if self.known.learn(prepared.run, known, prepared.checksum, (kind, root, op), tensor, out, result):
                         self._learnt[known] = prepared
                 return result
         prepared, values, around = self._check(kind, tensor, op, root, in_splits, out_splits, out, writes)
@@ -437,10 +436,6 @@ class CollectiveRunner:
 def _signed(signature: int, checksum: int) -> int:
     """Returns the signature of all calls so far and one more, as `native/calls.c` does."""
     return (signature * 0x85EBCA6B + checksum) & 0xFFFFFFFF
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 class Lateness:

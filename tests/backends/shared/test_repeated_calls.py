@@ -1,5 +1,6 @@
 """An all-reduce or a message like one before leaves out what was checked then, and is the same call otherwise."""
 
+import os
 import re
 
 import pytest
@@ -105,13 +106,13 @@ def repeat_every_kind(group):
             got = call()
             assert want is None if got is None else got.tolist() == want, f"{kind}, #{turn}: {got}"
         del runner.call
-    num_known = len(runner._known._kept)
+    num_known = len(runner.known._kept)
     # A gather to another rank is the same with `out` and without.
     assert num_known == len(calls) - rank
     assert group.all_gather(rows) is not group.all_gather(rows)
     for _ in range(5):
         group.barrier(timeout=5.0)
-    assert len(runner._known._kept) == num_known
+    assert len(runner.known._kept) == num_known
     changed = both._version
     group.all_gather(rows, both)
     assert both._version == changed + 1
@@ -243,7 +244,7 @@ def come_late(group):
     return "nothing"
 
 
-def test_its_turnis_up_in_the_same_way():
+def test_its_time_is_up_in_the_same_way():
     text = run_forked(come_late, 2, backend="shm")[0]
     assert "all_reduce(sum) of float32[4], #2" in text
     assert re.search(r"waited \d+\.\d s for rank 1", text), text
@@ -311,8 +312,9 @@ def swap_what_only_looks_alike(group):
         with pytest.raises(echelon.SizeMismatch, match="a tag from 0 to 4294967295, got"):
             group.recv(peer, tag)
     other = group.subgroup([0, 1])
-    other.send(ones, peer)
-    other.recv(peer)
+    for _ in range(4):
+        other.send(ones, peer)
+        other.recv(peer)
     other.close()
     with pytest.raises(echelon.Closed):
         other.send(ones, peer)
@@ -323,3 +325,102 @@ def swap_what_only_looks_alike(group):
 
 def test_messages_that_only_look_alike_are_checked():
     assert list(run_forked(swap_what_only_looks_alike, 2, backend="shm").values()) == [True, True]
+
+
+def repeat_messages(group):
+    """Sends and receives like earlier ones, where Python's part of a message may not be asked."""
+    peer, ones, out = 1 - group.rank, torch.ones(5), torch.empty(5)
+    messages = group.backend.messages
+
+    def await_record():
+        while not messages.poller.look_for(messages.links[peer].receiver):
+            pass
+
+    def swap():
+        group.send(ones, peer)
+        await_record()  # so no receive waits
+        return group.recv(peer), out
+
+    def swap_into():
+        group.send(ones, peer, 7)
+        await_record()
+        return group.recv(peer, 7, out=out), out
+
+    for call in (swap, swap_into):
+        for turn in range(5):
+            ones.fill_(10.0 * turn + group.rank)
+            if turn > 2:
+                group._last_sends.clear()
+                group._last_receives.clear()
+                group._sending = group._receiving = refuse
+            got, wanted = call()
+            assert (got is wanted) == (call is swap_into)
+            assert got.tolist() == [10.0 * turn + peer] * 5
+        del group._sending, group._receiving
+    assert messages.parting.sent[peer].value == messages.mailbox.claimed[peer].value == 10
+    changed = out._version
+    swap_into()
+    assert out._version > changed
+    records = group.backend.flight_recorder.records()
+    assert {record.place.rpartition(":")[0] for record in records} == {__file__}
+    assert [record.operation for record in records[2:10:2]] == [f"send to rank {peer}, tag 0 of float32[5]"] * 4
+    assert [record.operation for record in records[3:10:2]] == [f"receive from rank {peer}, tag 0 of float32[5]"] * 4
+    assert {(record.num_bytes, record.state, record.error) for record in records} == {(20, "done", "")}
+    return True
+
+
+def test_repeated_messages_are_made_by_the_library_alone():
+    assert list(run_forked(repeat_messages, 2, backend="shm").values()) == [True, True]
+
+
+def change_repeated_messages(group):
+    """Other shapes, dtypes, waiting receives and modes come between messages that are repeated."""
+    peer = 1 - group.rank
+    for turn in range(40):
+        length = (3, 3, 3, 4)[turn % 4]
+        dtype = torch.float32 if turn % 7 else torch.int64
+        tensor = torch.full((length,), turn).to(dtype)
+        if turn % 5 == 4:
+            work = group.irecv(peer)
+            group.send(tensor, peer)
+            got = work.wait()
+        elif turn % 11 == 10:
+            with torch.inference_mode():
+                group.send(tensor, peer)
+                got = group.recv(peer)
+        else:
+            group.send(tensor, peer)
+            got = group.recv(peer)
+        assert got.dtype == dtype
+        assert got.tolist() == [turn] * length, f"#{turn}: {got}"
+    group.send(torch.ones(3), peer)
+    with pytest.raises(echelon.SizeMismatch):
+        group.recv(peer, out=torch.ones(4))
+    group.send(torch.ones(3), peer)
+    assert group.recv(peer, out=torch.zeros(3)).tolist() == [1.0] * 3
+    return True
+
+
+def test_other_messages_between_repeated_ones_arrive_as_they_were_sent():
+    assert list(run_forked(change_repeated_messages, 2, backend="shm").values()) == [True, True]
+
+
+def lose_a_peer(group):
+    """Rank 1 ends amid messages that are repeated."""
+    for _ in range(5):
+        if group.rank == 0:
+            group.send(torch.ones(2), 1)
+        group.barrier()
+        if group.rank == 1:
+            group.recv(0)
+    if group.rank == 1:
+        os._exit(1)
+    with pytest.raises(echelon.PeerFailed, match="rank 1"):
+        group.recv(1)
+    with pytest.raises(echelon.PeerFailed, match="rank 1"):
+        group.send(torch.ones(2), 1)
+    return True
+
+
+def test_a_repeated_message_to_a_dead_rank_fails():
+    assert run_forked(lose_a_peer, 2, waits_for=[0], backend="shm")[0] is True

@@ -112,6 +112,10 @@ class Sender(ABC):
         """Fast path: writes a message now. False, without effect, if the queue is not empty or it does not fit."""
         return False
 
+    def message(self, head: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> bytes | None:  # noqa: ARG002
+        """Returns messages with one header as the native library takes them. None if it does not write this link."""
+        return None
+
     def prepare(
         self,
         head: bytes,
@@ -141,6 +145,8 @@ class Known(NamedTuple):
     note: str
     what: str
     """Dtype and shape in words."""
+    message: bytes | None = None
+    """The messages as the native library takes them. None if it does not read this link."""
 
 
 class Receiver(ABC):

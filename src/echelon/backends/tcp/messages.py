@@ -11,7 +11,7 @@ from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import dtype_code, is_ordinary, new_tensor
-from echelon.backends.messages import Messages, PreparedReceive, PreparedSend
+from echelon.backends.messages import Messages, NativeMessage, PreparedReceive, PreparedSend
 from echelon.backends.operators import Combine
 from echelon.backends.tcp.link import Known
 from echelon.backends.tcp.parting import Parting
@@ -62,7 +62,7 @@ class TcpMessages(Messages):
                 work.complete(error=error)
                 return work
             if tag.sequence == 0:
-                self.parting.sent[dst] += 1
+                self.parting.sent[dst].value += 1
             sender = self.links[dst].sender
             num_before = len(sender.queue)
             try:
@@ -162,7 +162,7 @@ class TcpMessages(Messages):
 class TcpSend(PreparedSend):
     """Sends of one shape and dtype, with the encoded head of the message."""
 
-    __slots__ = ("_failures", "_head", "_parting", "_progress", "_put", "_queue", "_tcp")
+    __slots__ = ("_failures", "_head", "_native", "_progress", "_put", "_queue", "_sent", "_tcp")
 
     def __init__(
         self, messages: TcpMessages, dst: int, tag: Tag, shape: torch.Size, dtype: torch.dtype, note: str
@@ -172,9 +172,17 @@ class TcpSend(PreparedSend):
         self._head = message_head(tag, dtype, shape, note)
         self._progress, self._failures = messages.progress, messages.failures
         # Messages of collectives are not counted.
-        self._parting = None if tag.sequence else messages.parting
+        self._sent = None if tag.sequence else messages.parting.sent[dst]
         sender = messages.links[dst].sender
         self._queue, self._put = sender.queue, sender.prepare(self._head, tag, shape, dtype)
+        self._native: NativeMessage | None = None
+        message = sender.message(self._head, shape, dtype)
+        if message is not None and self._sent is not None:
+            progress, failures = self._progress, self._failures
+            queues = self._queue, failures.peers, failures.contexts
+            self._native = NativeMessage(
+                message, shape, dtype, True, 0, self._sent, progress.lock, progress, None, queues
+            )
 
     def at_once(self, tensor: torch.Tensor) -> bool:  # noqa: D102
         progress, failures = self._progress, self._failures
@@ -185,17 +193,22 @@ class TcpSend(PreparedSend):
                 return False
             if self._put(tensor):
                 return False
-            if self._parting is not None:
-                self._parting.sent[self.dst] += 1
+            if self._sent is not None:
+                self._sent.value += 1
             if self._queue:  # nobody waits for the rest that the kernel did not take
                 progress.call_background()
             return True
+
+    def native(self) -> NativeMessage | None:  # noqa: D102
+        return self._native
 
     def start(self, tensor: torch.Tensor) -> Work[None]:  # noqa: D102
         self._tcp.check_send(tensor, self.dst)
         return self._tcp.send_frame(self._head, tensor, self.dst, self.tag)
 
 
+# About 10 us, in which the interpreter's lock is held.
+_SPINS = 300
 _WAITING = 1
 """Result of `Known.take`: there is no message."""
 
@@ -203,17 +216,18 @@ _WAITING = 1
 class TcpReceive(PreparedReceive):
     """Receives of one rank's messages, which may lie in memory already."""
 
-    __slots__ = ("_claimed", "_known", "_mailbox", "_progress", "_receiver", "_tcp")
+    __slots__ = ("_claimed", "_known", "_mailbox", "_native", "_progress", "_receiver", "_tcp")
 
     def __init__(self, messages: TcpMessages, src: int, tag: Tag, note: str | None, must_fit: bool) -> None:
         super().__init__(messages, src, tag, note, must_fit)
         self._tcp = messages
         self._progress, self._mailbox = messages.progress, messages.mailbox
         # Messages of collectives are not counted.
-        self._claimed = None if tag.sequence else messages.mailbox.claimed
+        self._claimed = None if tag.sequence else messages.mailbox.claimed[src]
         self._receiver = messages.links[src].receiver
         self._known: Known | None = None
         """The last message."""
+        self._native: NativeMessage | None = None
 
     def at_once(self, out: torch.Tensor | None = None) -> Message | None:  # noqa: D102
         messages = self._mailbox.unclaimed.messages
@@ -232,8 +246,27 @@ class TcpReceive(PreparedReceive):
         if not code:
             return Message(tensor, known.note, known.what)
         if code != _WAITING:
-            self._known = None
+            self._known = self._native = None
         return None
+
+    def native(self) -> NativeMessage | None:  # noqa: D102
+        known = self._known
+        if self._native is None and known is not None and known.message is not None and self._claimed is not None:
+            mailbox, progress = self._mailbox, self._progress
+            queues = mailbox.posted, mailbox.unclaimed.messages, mailbox.failures.peers, mailbox.failures.contexts
+            self._native = NativeMessage(
+                known.message,
+                known.shape,
+                known.dtype,
+                False,
+                _SPINS if progress.may_spin() else 0,
+                self._claimed,
+                progress.lock,
+                progress,
+                self._receiver,
+                queues,
+            )
+        return self._native
 
     def _take(self, known: Known, tensor: torch.Tensor) -> int:
         """Returns the result of `known.take`, or a higher number if another receive comes first."""
@@ -244,7 +277,7 @@ class TcpReceive(PreparedReceive):
                 return _WAITING + 1
             code = known.take(tensor)
             if not code and self._claimed is not None:
-                self._claimed[src] += 1
+                self._claimed.value += 1
             return code
 
     def _take_unclaimed(self, out: torch.Tensor | None) -> Message | None:
@@ -256,7 +289,7 @@ class TcpReceive(PreparedReceive):
                 return None
             message = self._mailbox.unclaimed.take_whole((self.src, self.tag), out, self._note)
             if message is not None and self._claimed is not None:
-                self._claimed[self.src] += 1
+                self._claimed.value += 1
             return message
 
 

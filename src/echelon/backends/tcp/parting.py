@@ -13,6 +13,7 @@ Called with the lock of `Progress` held.
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -38,8 +39,8 @@ class Parting:
             recorder: records its collectives.
             mailbox: counts its received messages.
         """
-        self.sent: defaultdict[int, int] = defaultdict(int)
-        """Number of messages sent to each rank, without the messages of collectives."""
+        self.sent: defaultdict[int, ctypes.c_uint64] = defaultdict(ctypes.c_uint64)
+        """Number of messages sent to each rank, without the messages of collectives. The native library counts, too."""
         self._rank = rank
         self._recorder = recorder
         self._mailbox = mailbox
@@ -62,7 +63,7 @@ class Parting:
             return
         kind = wire.FrameKind.TALLY
         if not self._mailbox.awaits(peer):  # else one may be on its way that this rank would have received
-            yield wire.Frame(kind, sequence=self._mailbox.claimed[peer])
+            yield wire.Frame(kind, sequence=self._mailbox.claimed[peer].value)
         shared = [context for context, ranks in self._groups.items() if peer in ranks]
         for context in shared[-(MAX_TALLIES - 1) :]:
             if (last := self._recorder.latest(context)) is not None:
@@ -108,7 +109,7 @@ class Parting:
         )
 
     def _messages(self, peer: int, tally: wire.Frame) -> CollectiveMismatch | None:
-        sent = self.sent[peer]
+        sent = self.sent[peer].value
         if sent <= tally.sequence:
             return None
         return CollectiveMismatch(

@@ -102,6 +102,7 @@ class SharedMemoryExecutor(CollectiveExecutor):
     def stop(self) -> None:
         """Has every later operation take the way that checks whether the backend is open."""
         self.known.numbers.is_stopped = 1
+        self.known.forget_messages()
 
     def _run(self, act: _Act, call: OperationRecord, tensor: torch.Tensor | None, out: torch.Tensor | None) -> Any:
         """Runs an operation when its turn has come. Blocks for earlier ones of the group."""

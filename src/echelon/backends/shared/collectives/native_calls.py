@@ -21,10 +21,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from echelon._native import Calls, Flights, KnownCall, Target, core
+from echelon._native import Calls, Flights, KnownCall, Prepared, Target, core
 from echelon._torch_private.autograd import count_changes, forward_ad_level
 from echelon._torch_private.tensors import dispatch_depth, transform_stack
 from echelon.backends.collective import KnownCalls, Run
+from echelon.backends.messages import NativeMessage
 from echelon.backends.shared.collectives.sync_block import SyncBlock, encoded
 from echelon.call_site import kind_of
 from echelon.operation_records import FlightRecorder, KnownOperation
@@ -52,16 +53,19 @@ class Way(NamedTuple):
 
 
 class NativeCalls(KnownCalls):
-    """Collectives of one group that the native library runs by itself, and their numbers."""
+    """Collectives and messages of one group that the native library makes by itself, and their numbers."""
 
     def __init__(self) -> None:
         self.numbers = Calls()
-        self.run = _never
+        self.run = self.send = self.receive = _never
         self._ways: WeakKeyDictionary[Run, Callable[[], Way | None]] = WeakKeyDictionary()
         self._kept: list[tuple[object, ...]] = []
         self._learnt: set[tuple[object, ...]] = set()
         self._board: SyncBlock | None = None
         self._ring: Flights | None = None
+        # Messages that the library may have begun with when they were forgotten last stay until the next time.
+        self._messages: list[tuple[object, ...]] = []
+        self._retired: list[tuple[object, ...]] = []
 
     def open(self, board: SyncBlock) -> None:
         """Begins to run calls on a sync block."""
@@ -76,7 +80,10 @@ class NativeCalls(KnownCalls):
         # Kept, because the library writes there.
         self._ring = ring
         self.numbers.flights = ring.address
-        self.run = core.runner_of(ctypes.addressof(self.numbers))
+        numbers = ctypes.addressof(self.numbers)
+        self.run = core.run_known_of(numbers)
+        if _HAS_LOCK:
+            self.send, self.receive = core.send_known_of(numbers), core.receive_known_of(numbers)
 
     def expect(self, run: Run, find_way: Callable[[], Way | None]) -> None:
         """Registers a function that returns the way in which a prepared collective runs. None if it has none yet."""
@@ -135,8 +142,39 @@ class NativeCalls(KnownCalls):
             self._kept.append((known, call, text, plan, kind, op, shape))
         return has_learnt
 
+    def learn_message(self, peer: int, tag: int, native: NativeMessage, call: KnownOperation) -> None:  # noqa: D102
+        if len(self._messages) >= _MAX_KNOWN:
+            self.forget_messages()
+        message = ctypes.create_string_buffer(native.message, len(native.message))
+        acquire, release = native.lock.acquire, native.lock.release
+        like = torch.empty(0, dtype=native.dtype, device="cpu")
+        prepared = Prepared(
+            next=self.numbers.messages,
+            message=ctypes.addressof(message),
+            peer=peer,
+            tag=tag,
+            is_send=native.is_send,
+            spins=native.spins,
+            count=ctypes.addressof(native.count),
+            acquire=id(acquire),
+            release=id(release),
+            progress=id(native.progress),
+            receiver=0 if native.receiver is None else id(native.receiver),
+            queues=(ctypes.c_uint64 * 4)(*map(id, native.queues)),
+            like=id(like),
+            shape=id(native.shape),
+            object=id(call),
+        )
+        self._messages.append((prepared, message, acquire, release, like, native, call))
+        self.numbers.messages = ctypes.addressof(prepared)
+
+    def forget_messages(self) -> None:
+        """Forgets all messages: they take Python's way once more."""
+        self.numbers.messages = 0
+        self._retired, self._messages = self._messages, []
+
     def forget(self) -> None:
-        """Forgets all calls: they take the runner's way once more."""
+        """Forgets all collectives: they take the runner's way once more."""
         self.numbers.first = 0
         if self._board is not None:
             self._board.forget_notes()
@@ -170,5 +208,8 @@ def _use_interpreter(library: SimpleNamespace) -> None:
         "f_lasti",
         "f_back",
         "co_filename",
+        "is_closed",
+        "delivery",
         None,
+        False,
     )

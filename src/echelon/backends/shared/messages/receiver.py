@@ -164,7 +164,8 @@ class RingReceiver(Receiver):
         if not (note is None or note == head.note):
             return None
         like = message(self._address, data, head.num_bytes, type_of(head.dtype), head.shape)
-        return Known(partial(core.receive, like), head.shape, head.dtype, head.note, describe(head.shape, head.dtype))
+        what = describe(head.shape, head.dtype)
+        return Known(partial(core.receive, like), head.shape, head.dtype, head.note, what, like)
 
     def fail(self, error: EchelonError) -> None:  # noqa: D102
         if self._arrival is not None:

@@ -151,10 +151,14 @@ class RingSender(Sender):
     def prepare(  # noqa: D102
         self, head: bytes, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Callable[[torch.Tensor], int]:
+        like = self.message(head, shape, dtype)
+        return super().prepare(head, tag, shape, dtype) if like is None else partial(core.send, like)
+
+    def message(self, head: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> bytes | None:  # noqa: D102
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self._inline_bytes:
-            return super().prepare(head, tag, shape, dtype)
-        return partial(core.send, message(self._address, head, num_bytes, type_of(dtype), shape))
+            return None
+        return message(self._address, head, num_bytes, type_of(dtype), shape)
 
     def flush(self) -> None:  # noqa: D102
         self._write_all()
