@@ -11,7 +11,7 @@ from rich.console import Console
 from echelon import LaunchError
 from echelon.cli import main as command
 from echelon.cli.combinations import combinations
-from echelon.cli.sweep import Ended, as_json, show, smaller_batches, sweep
+from echelon.cli.sweep import Ended, as_json, entry_of, show, smaller_batches, sweep
 from echelon.cli.sweep import run_all as run_processes
 
 
@@ -104,6 +104,14 @@ def test_the_best_is_first_and_failures_are_last(options, best):
         "rank 0 raised ValueError: 8 does not divide 12",
         "killed by signal 9",
     ]
+
+
+def test_a_script_that_refuses_its_arguments_is_quoted():
+    said = "echelon: rank 0 exited with status 2"
+    err = f"[0] usage: train.py [--tp TP]\n[0] train.py: error: argument --tp: invalid\n{said}"
+    assert entry_of(("--tp", "x"), Ended(2, "", err)).reason == "train.py: error: argument --tp: invalid"
+    silent = entry_of(("--tp", "x"), Ended(2, "", said))
+    assert silent.reason == "rank 0 exited with status 2"
 
 
 def test_the_table_has_a_line_for_each_combination():

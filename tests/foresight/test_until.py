@@ -1,5 +1,7 @@
 """Steps that end when a function of the program returns."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -75,6 +77,18 @@ def test_optimizers_do_not_end_such_a_step():
 def test_a_function_that_is_never_called_is_an_error_with_names_like_it():
     with pytest.raises(LaunchError, match=r"until train_stop: rank 0 called no function.*train\.train_step"):
         echelon.foresee(train, 1, until="train_stop")
+
+
+def test_a_function_that_never_returns_is_told_apart_from_one_that_is_not_called():
+    def fail():
+        raise KeyError
+
+    def program():
+        with contextlib.suppress(KeyError):
+            fail()
+
+    with pytest.raises(LaunchError, match="until fail: rank 0 called this function, but it has not returned: name a "):
+        echelon.foresee(program, 1, until="fail")
 
 
 @pytest.mark.parametrize("until", ["", "train step", 3, "a..b"])

@@ -196,6 +196,7 @@ def _compare_models(source: Source, told: Sequence[Mapping[str, Any]], prefixes:
     """Raises InvalidArgument if the models differ from the saved ones."""
     problems: dict[str, str] = {}
     covered: set[str] = set()
+    can_go_by_names = strict
     models = cast("dict[str, list[str]]", source.data["models"])
     for prefix in sorted(prefixes - set(models)):
         raise _absent(source, prefix.removesuffix("/") or "model")
@@ -210,6 +211,7 @@ def _compare_models(source: Source, told: Sequence[Mapping[str, Any]], prefixes:
             if list(spec.shape) != shape or str(spec.dtype) != dtype:
                 saved = _described(spec.shape, str(spec.dtype))
                 problems[name] = f"{name} is {_described(shape, dtype)} here and {saved} in the checkpoint"
+                can_go_by_names = False
     if strict:
         for prefix in prefixes:
             for name in sorted(set(models[prefix]) - covered):
@@ -219,10 +221,10 @@ def _compare_models(source: Source, told: Sequence[Mapping[str, Any]], prefixes:
         listed = "; ".join([problems[name] for name in sorted(problems)][:3]) + (
             f"; and {count - 3} more" * (count > 3)
         )
-        advice = "load into the model that was saved"
+        advice = "load into the model that was saved" + ", or pass strict=False to go by names" * can_go_by_names
         raise InvalidArgument(
             f"the checkpoint of step {source.step} is of another model, with {count} "
-            f"difference{'s' * (count > 1)}: {listed}: {advice}{', or pass strict=False to go by names' * strict}"
+            f"difference{'s' * (count > 1)}: {listed}: {advice}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from rich.console import Console
 from rich.progress import track
 
 from echelon.cli.output import print_table, to_json
-from echelon.foresight.report import seconds_text
+from echelon.foresight.report import seconds_text, size_text
 
-_GIB = 1 << 30
 _MARK = "echelon: "
 """Start of a line that the command itself writes."""
+_RANK = re.compile(r"^\[\d+\] ")
+"""Mark of a rank before a line of the program."""
 _WORKERS = 2
 """Processes at once at most. Each takes up to 4 GiB."""
 
@@ -110,7 +112,9 @@ def entry_of(arguments: tuple[str, ...], ended: Ended) -> Entry:
         return Entry(arguments, figures)
     said = [line.removeprefix(_MARK) for line in ended.stderr.splitlines() if line.startswith(_MARK)]
     if said:
-        return Entry(arguments, None, said[0])
+        # The program's own last line says more than the status with which it exited.
+        own = [_RANK.sub("", line) for line in ended.stderr.splitlines() if not line.startswith(_MARK)]
+        return Entry(arguments, None, own[-1] if own and " exited with status " in said[0] else said[0])
     end = f"killed by signal {-ended.status}" if ended.status < 0 else f"ended with status {ended.status}"
     return Entry(arguments, None, (ended.stderr.strip().splitlines() or [end])[-1])
 
@@ -125,7 +129,7 @@ def show(entries: Sequence[Entry], console: Console) -> None:
         if (figures := entry.figures) is None:
             continue
         memory = figures["memory"]
-        sizes = [f"{memory[name] / _GIB:.1f} GiB" for name in ("reserved_peak", "limit")]
+        sizes = [size_text(memory[name]) for name in ("reserved_peak", "limit")]
         tokens = [f"{figures['tokens_per_second'] or 0:,.0f}"] * has_tokens
         # A layout without a pipeline has no messages, and so no bubble.
         bubble = ["-" if figures["bubble"] is None else f"{figures['bubble']:.1%}"] * has_bubbles

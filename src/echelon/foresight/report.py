@@ -14,6 +14,7 @@ from echelon.foresight.play.allocator import Memory
 from echelon.foresight.play.played import Played
 
 _GIB = 1 << 30
+_MIB = 1 << 20
 WIDTH = 80
 """Columns of the report."""
 _MOST_LINES = 6
@@ -212,13 +213,14 @@ class Report:
         """Returns the memory of the fullest role at its peak."""
         rank = self.fullest
         memory, limit = self.memory[rank], self.played.device.memory_bytes
-        table = _table(f"memory of rank {rank} at its peak", "GiB")
+        unit, name = (_GIB, "GiB") if memory.reserved_peak >= _GIB / 10 else (_MIB, "MiB")
+        table = _table(f"memory of rank {rank} at its peak", name)
         for kind, size in memory.kinds_at_peak.items():
-            table.add_row(kind, f"{size / _GIB:.2f}")
-        table.add_row("tensors", f"{memory.live_peak / _GIB:.2f}")
-        table.add_row("reserved", f"{memory.reserved_peak / _GIB:.2f}")
+            table.add_row(kind, f"{size / unit:.2f}")
+        table.add_row("tensors", f"{memory.live_peak / unit:.2f}")
+        table.add_row("reserved", f"{memory.reserved_peak / unit:.2f}")
         verdict = "fits" if self.fits else "DOES NOT FIT"
-        table.add_row(f"{verdict} into", f"{limit / _GIB:.2f}")
+        table.add_row(f"{verdict} into", f"{limit / unit:.2f}")
         if memory.retries:
             table.add_row("requests that found the device full", str(memory.retries))
         return table
@@ -260,6 +262,11 @@ def seconds_text(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def size_text(num_bytes: float) -> str:
+    """Returns a size with its unit, such as "8.5 GiB" or "2.0 MiB"."""
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / _MIB:.1f} MiB"
 
 
 def _table(*titles: str) -> Table:

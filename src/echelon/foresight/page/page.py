@@ -16,7 +16,7 @@ from echelon.foresight.memory import NAMES, TONES, Curve, highest, limit_text
 from echelon.foresight.page import svg
 from echelon.foresight.page.lanes import lanes_of
 from echelon.foresight.play.played import Exposed
-from echelon.foresight.report import NOT_MODELLED, Report, accuracy_text, seconds_text
+from echelon.foresight.report import NOT_MODELLED, Report, accuracy_text, seconds_text, size_text
 from echelon.timeline.palette import COLORS
 from echelon.timeline.widget.data import Data, Panel
 from echelon.timeline.widget.markup import script, style, widget
@@ -109,7 +109,7 @@ def _cards(seen: Foreseen, report: Report) -> str:
     cards += [
         _card("MFU", f"{seen.mfu:.1%}", "of the dense bfloat16 peak", seen.mfu),
         _card("exposed communication", f"{exposed:.1%}", "of the step", exposed),
-        _card(name, f"{peak / _GIB:.1f} GiB", f"of {limit / _GIB:.1f} GiB", peak / limit),
+        _card(name, size_text(peak), f"of {size_text(limit)}", peak / limit),
     ]
     return "".join(cards)
 

@@ -126,5 +126,5 @@ def device_named(name: str) -> Device:
         LaunchError: there is none of that name.
     """
     if name not in DEVICES:
-        raise LaunchError(f"gpu={name!r}: {choices(name, DEVICES)}, or a Device")
+        raise LaunchError(f"gpu={name!r}: {choices(name, DEVICES)}, or a calibration file")
     return DEVICES[name]

@@ -52,8 +52,13 @@ class Until:
         return _ends(f"{module}.{frame.f_code.co_qualname.replace('<locals>.', '')}", self._name)
 
     def missing(self, rank: int) -> LaunchError:
-        """Returns the error for a function that was never called, with names like it."""
+        """Returns the error for a function that has never returned, with names like it if it was never called."""
         names = {code.co_qualname.replace("<locals>.", "") for code in self._called if not is_foreign(code.co_filename)}
+        if any(_ends(name, self._name) for name in names):
+            return LaunchError(
+                f"until {self._name}: rank {rank} called this function, but it has not returned: name a function that "
+                "returns once a step"
+            )
         near = difflib.get_close_matches(self._name, sorted(names), n=3, cutoff=0.4)
         hint = (
             f"called were {', '.join(near)}" if near else "give the name of a function, as train_step or Trainer.step"
