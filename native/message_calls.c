@@ -208,18 +208,19 @@ PyObject *receive_known(PyObject *self, PyObject *const *arguments, Py_ssize_t c
     bool has_out = !is_none(arguments[2]);
     if (!calls->messages || calls->is_stopped || (has_out && !view_of(arguments[2], &view)))
         return PyBool_FromLong(0);
-    const struct prepared *prepared = find_prepared(calls, false, arguments, has_out ? &view : NULL);
+    const struct view *known = has_out ? &view : NULL;
+    const struct prepared *prepared = find_prepared(calls, false, arguments, known);
     int64_t instruction = 0;
     PyObject *code = NULL, *tensor = has_out ? arguments[2] : NULL;
     double started = seconds();
     if (has_out)
         Py_IncRef(tensor);
     if (!prepared || is_in_mode() || is_in_inference_mode() || !(code = calling_code(&instruction)) ||
+        prepared != find_prepared(calls, false, arguments, known) || /* else the ring may be unmapped */
         !has_record((const struct inlet *)prepared->message->end, prepared->spins) ||
         (has_out ? is_negative(tensor) || !count_change(tensor)
                  : !make_tensor(prepared->like, prepared->shape, &tensor, &view)) ||
-        prepared != find_prepared(calls, false, arguments, has_out ? &view : NULL) ||
-        move_message(prepared, view.data) != DONE) {
+        prepared != find_prepared(calls, false, arguments, known) || move_message(prepared, view.data) != DONE) {
         if (code)
             Py_DecRef(code);
         if (tensor)

@@ -171,7 +171,9 @@ class NativeCalls(KnownCalls):
     def forget_messages(self) -> None:
         """Forgets all messages: they take Python's way once more."""
         self.numbers.messages = 0
-        self._retired, self._messages = self._messages, []
+        # A group that closes forgets them twice.
+        if self._messages:
+            self._retired, self._messages = self._messages, []
 
     def forget(self) -> None:
         """Forgets all collectives: they take the runner's way once more."""
