@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 import sys
 import tempfile
 
@@ -11,6 +12,9 @@ from echelon.testing import RankPool
 from tests.helpers.native_explorer import compile_explored
 
 os.environ["ECHELON_TUNED"] = "off"  # what `echelon tune` may have written here does not matter to tests
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs with it ignored. Processes of tests that send it would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
