@@ -1,5 +1,6 @@
 """The report of a foreseen step, as text of 80 columns and as JSON."""
 
+import csv
 import json
 import math
 import re
@@ -11,7 +12,7 @@ import pytest
 
 from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.play.player import play
-from echelon.foresight.report import ACCURACY, WIDTH, Report
+from echelon.foresight.report import _MOST_EXPOSED, ACCURACY, LAYOUTS, WIDTH, Report
 from tests.helpers.traces import LINKS, PLAIN, Step
 
 GIB = 1 << 30
@@ -33,6 +34,7 @@ def test_the_text_has_time_rates_exposed_lines_and_memory(step):
     for line in (
         "step                   4.00 s",
         "tokens per second      100",
+        "kernels                matmul 0%, attention 0%, other 50%",
         "exposed communication  50.0%",
         "train.py:2                g0  2.00 s  50.0%",
         "activations                   0.50",
@@ -56,10 +58,39 @@ def test_a_step_that_does_not_fit_says_so(step):
     assert "DOES NOT FIT into" in str(small)
 
 
-def test_a_known_device_names_its_accuracy(step):
-    known = report(step, DEVICES["h100"])
-    assert f"on {ACCURACY['h100'].num_rows} published" in " ".join(str(known).split())
-    assert "+-" in str(known)
+def like_published(dtype="bfloat16", num_bytes=0, flops=10**15):
+    product = {"kind": "matmul", "shape": (1, flops // 2**27, 2**13, 2**13)}
+    step = Step(groups=((0, 1),)).kernel(1, flops=flops, dtype=dtype, **product)
+    return report(step.collective(1, num_bytes).wait(1) if num_bytes else step, DEVICES["h100"])
+
+
+def test_a_step_like_the_published_ones_names_their_errors():
+    known = like_published()
+    assert f"on {ACCURACY['h100'].num_rows} published steps with FSDP" in " ".join(str(known).split())
+    assert known.band == "+- 5%"
+
+
+def test_a_step_that_mostly_communicates_has_the_errors_of_such_steps():
+    known = like_published(num_bytes=400 * GIB)
+    assert known.played.seconds > LAYOUTS.shortest
+    assert f"on {LAYOUTS.num_rows} published steps of A100 in float16" in " ".join(str(known).split())
+    assert known.band == "+- 12%"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"flops": 10**13}, "the shortest took 578.00 ms"), ({"dtype": "float32"}, "they compute in 16 bits")],
+)
+def test_a_step_unlike_the_published_ones_has_no_error_beside_it(options, reason):
+    other = like_published(**options)
+    assert f"like none of them ({reason})" in " ".join(str(other).split())
+    assert other.band == ""
+    assert other.to_json()["accuracy"]["unlike"] == reason
+
+
+def test_the_shares_of_a_step_add_up(step):
+    shares = report(step).to_json()["shares"]
+    assert sum(shares.pop("kernels").values()) + sum(shares.values()) == pytest.approx(1)
 
 
 def test_the_figures_are_json(step):
@@ -94,3 +125,34 @@ def test_the_accuracy_is_that_of_the_benchmark(gpu):
     (line,) = [each for each in (BENCHMARK / "README.md").read_text().splitlines() if each.startswith(head)]
     assert rest in line
     assert f"{100 * accuracy.largest_of_nine_in_ten:.1f} %" in line
+
+
+def test_the_accuracy_of_layouts_is_that_of_the_benchmark():
+    lines = (BENCHMARK / "layouts.md").read_text().splitlines()
+    cells = [line.split(" | ")[5] for line in lines if line.startswith("| ") and " x " in line and "%" in line]
+    errors = sorted(abs(float(cell.rstrip("% "))) / 100 for cell in cells)
+    nine_in_ten = errors[math.ceil(0.9 * len(errors)) - 1]
+    found = (len(errors), statistics.median(errors), nine_in_ten)
+    assert LAYOUTS[:3] == (found[0], pytest.approx(found[1], abs=6e-4), pytest.approx(found[2], abs=6e-4))
+    assert LAYOUTS.shortest == min(float(row["step_seconds"]) for row in rows_of("layouts.csv"))
+
+
+def rows_of(name):
+    with (BENCHMARK / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("gpu", ACCURACY)
+def test_the_shortest_published_step_is_that_of_the_table(gpu):
+    tokens = ("microbatch", "accumulation", "length")
+    seconds = [
+        math.prod(int(row[name]) for name in tokens) / float(row["tokens_per_second"])
+        for row in rows_of("published.csv")
+        if row["gpu"] == gpu
+    ]
+    assert ACCURACY[gpu].shortest == pytest.approx(min(seconds), abs=6e-4)
+
+
+def test_the_most_exposed_share_is_that_of_the_table():
+    shares = re.findall(r"\| \d+ / \d+ / \d+ / (\d+) \|", (BENCHMARK / "rows.md").read_text())
+    assert max(map(int, shares)) == round(100 * _MOST_EXPOSED)

@@ -86,7 +86,7 @@ def _printed_by(command: str, folder: Path) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "100"}
     command_line = [sys.executable, *module, *words[1:]]
     done = subprocess.run(
-        command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     # Of launchers the ranks' output alone: what they say of themselves is no part of the program.
     is_launcher = words[0] == "torchrun" or words[:2] == ["echelon", "run"]

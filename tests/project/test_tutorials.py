@@ -17,7 +17,7 @@ FORECAST_OF = "2.13"
 """Version of torch whose operators the forecast on a page was recorded with: others fuse and allocate otherwise."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=page.stem, marks=() if page.stem in QUICK else pytest.mark.slow) for page in PAGES],

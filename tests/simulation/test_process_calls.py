@@ -25,6 +25,16 @@ def talk_in_thread():
     thread.join()
 
 
+def choose_gpu():
+    rank = int(os.environ["RANK"])
+    num_gpus = torch.cuda.device_count()
+    return rank % num_gpus
+
+
+def divide_without_gpus():
+    return 1 // 0
+
+
 def num_cores():
     return len(os.sched_getaffinity(0))
 
@@ -37,6 +47,10 @@ def num_cores():
         (
             lambda: dist.init_process_group(device_id=torch.device("cuda")),
             "CUDA at .*: .*device_id.*: .*echelon.foresee",
+        ),
+        (
+            choose_gpu,
+            r"by zero at .*: return rank % num_gpus, and .*device_count.* was 0 at .*: num_gpus = .*foresee",
         ),
         (lambda: os.fork(), "os.fork at .*: simulated ranks are threads of one process"),
         (start_process, "a process of <lambda> is started at .*: simulated ranks are threads"),
@@ -54,6 +68,11 @@ def test_a_call_is_refused_with_its_line_and_advice(main, told):
         echelon.simulate(main, 2)
     assert "\n" not in str(raised.value)
     assert os.path.basename(__file__) in str(raised.value) or "spawn" in told
+
+
+def test_a_division_by_another_zero_is_an_error_of_its_own():
+    with pytest.raises(ZeroDivisionError):
+        echelon.simulate(divide_without_gpus, 2)
 
 
 def test_a_thread_that_communicates_is_refused_though_python_would_go_on():

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.foresight.play.allocator import Memory
-from echelon.foresight.play.played import Played
+from echelon.foresight.play.played import Played, PlayedRole
+from echelon.foresight.trace import Kernel
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -30,15 +31,24 @@ class Accuracy(NamedTuple):
     """Error that nine rows of ten stay below."""
     fitted: str
     """Rows that its constants were fitted on."""
+    shortest: float
+    """Seconds of the shortest published step."""
+    programs: str = "with FSDP in bfloat16"
 
 
 ACCURACY: Mapping[str, Accuracy] = {
-    "h100": Accuracy(37, 0.022, 0.049, "2 rows of MPT 7B on 8 GPUs"),
-    "h100-500w": Accuracy(3, 0.030, 0.040, "1 row of Llama 3 8B on 8 GPUs"),
-    "a100": Accuracy(38, 0.038, 0.073, "2 rows of MPT 7B and 1 of Llama 2 13B"),
-    "a100-40g": Accuracy(37, 0.020, 0.115, "2 rows of MPT 7B and 1B on 8 GPUs"),
+    "h100": Accuracy(37, 0.022, 0.049, "2 rows of MPT 7B on 8 GPUs", 0.578),
+    "h100-500w": Accuracy(3, 0.030, 0.040, "1 row of Llama 3 8B on 8 GPUs", 2.457),
+    "a100": Accuracy(38, 0.038, 0.073, "2 rows of MPT 7B and 1 of Llama 2 13B", 0.838),
+    "a100-40g": Accuracy(37, 0.020, 0.115, "2 rows of MPT 7B and 1B on 8 GPUs", 0.408),
 }
 """From benchmarks/foresee: dense models in bfloat16 with FSDP, 8 to 512 GPUs."""
+
+LAYOUTS = Accuracy(24, 0.044, 0.123, "rows with FSDP", 1.42, "of A100 in float16 with tensor parallelism and pipelines")
+"""From benchmarks/foresee/layouts.md, for steps with more communication or waiting than those with FSDP have."""
+
+_MOST_EXPOSED = 0.07
+"""Largest share of exposed communication in the published steps with FSDP."""
 
 
 class AccuracyHere(NamedTuple):
@@ -106,7 +116,7 @@ class Report:
     def to_json(self) -> dict[str, object]:
         """Returns the figures as plain values: seconds, bytes, and shares from 0 to 1."""
         played, fullest = self.played, self.memory[self.fullest]
-        accuracy = ACCURACY.get(played.device.name)
+        accuracy = accuracy_of(played)
         return {
             "title": self.title,
             "gpu": played.device.name,
@@ -119,6 +129,7 @@ class Report:
             "mfu": played.mfu,
             "bubble": played.bubble if played.bubbles else None,
             "kernel_seconds": dict(self._slowest.kernel_seconds),
+            "shares": self._slowest.shares._asdict(),
             "exposed": [
                 {"group": name.group, "place": name.place, "seconds": seconds}
                 for name, seconds in played.exposed.items()
@@ -136,7 +147,7 @@ class Report:
             "assumptions": list(self.assumptions),
             "what_if": list(self.what_ifs),
             "not_modelled": list(NOT_MODELLED),
-            "accuracy": None if accuracy is None else accuracy._asdict(),
+            "accuracy": None if accuracy is None else accuracy._asdict() | {"unlike": unlike(played, accuracy)},
         }
 
     @property
@@ -144,7 +155,7 @@ class Report:
         return range(self.played.world_size)
 
     @property
-    def _slowest(self):  # type: ignore[no-untyped-def]
+    def _slowest(self) -> PlayedRole:
         return max(self.played.roles.values(), key=lambda role: role.seconds)
 
     def __rich__(self) -> RenderableType:
@@ -170,9 +181,11 @@ class Report:
 
     @property
     def band(self) -> str:
-        """Error that nine published steps of ten stay below, as "+- 6%". Empty for a device without any."""
-        accuracy = ACCURACY.get(self.played.device.name)
-        return f"+- {accuracy.largest_of_nine_in_ten:.0%}" if accuracy is not None else ""
+        """Error that nine of ten published steps stay below, as "+- 6%". Empty if none of them is like this step."""
+        accuracy = accuracy_of(self.played)
+        if accuracy is None or unlike(self.played, accuracy):
+            return ""
+        return f"+- {accuracy.largest_of_nine_in_ten:.0%}"
 
     def figures_table(self) -> Table:
         """Returns the figures of the whole step."""
@@ -186,15 +199,12 @@ class Report:
         table.add_row("MFU", f"{played.mfu:.1%}")
         if played.bubbles:
             table.add_row("bubble", f"{played.bubble:.1%}")
-        role = self._slowest
-        if role.seconds:
-            parts = [f"{kind} {seconds / role.seconds:.0%}" for kind, seconds in role.kernel_seconds.items()]
-            exposed = sum(role.exposed.values()) / role.seconds
-            bubble = role.waiting / role.seconds if played.bubbles else 0.0
-            idle = max(0.0, 1 - sum(end - start for start, end in role.computing) / role.seconds - exposed - bubble)
-            table.add_row("kernels", ", ".join(parts))
-            table.add_row("exposed communication", f"{exposed:.1%}")
-            table.add_row("idle otherwise", f"{idle:.1%}")
+        shares = self._slowest.shares
+        table.add_row("kernels", ", ".join(f"{kind} {share:.0%}" for kind, share in shares.kernels.items()))
+        table.add_row("contention", f"{shares.contention:.1%}")
+        table.add_row("exposed communication", f"{shares.exposed:.1%}")
+        table.add_row("waiting for ranks", f"{shares.waiting:.1%}")
+        table.add_row("idle otherwise", f"{shares.idle:.1%}")
         return table
 
     def _communication(self) -> Table:
@@ -238,9 +248,28 @@ class Report:
         return Text("\n".join(lines))
 
 
-def accuracy_text(played: Played) -> str:
-    """Returns the errors that step times on a device had, and the rows that its constants stand on."""
+def accuracy_of(played: Played) -> Accuracy | None:
+    """Returns the errors of the published steps that are most like a step. None if its device has no such steps."""
     accuracy = ACCURACY.get(played.device.name)
+    if accuracy is None:
+        return None
+    shares = max(played.roles.values(), key=lambda role: role.seconds).shares
+    return LAYOUTS if max(shares.exposed + shares.waiting, played.bubble) > _MOST_EXPOSED else accuracy
+
+
+def unlike(played: Played, accuracy: Accuracy) -> str:
+    """Returns the reason why a step is like none of the published ones. Empty if it is like them."""
+    if played.seconds < accuracy.shortest:
+        return f"the shortest took {seconds_text(accuracy.shortest)}"
+    kernels = [each for role in played.roles.values() for each in role.program.trace.entries if type(each) is Kernel]
+    narrow = sum(each.flops for each in kernels if each.dtype in ("bfloat16", "float16"))
+    if 2 * narrow < sum(each.flops for each in kernels):
+        return "they compute in 16 bits"
+    return ""
+
+
+def accuracy_text(played: Played) -> str:
+    """Returns the errors that step times on a device had, and the rows that its constants were fitted on."""
     if played.device.name == "cpu":
         if all(role.program.trace.measured for role in played.roles.values()):
             return (
@@ -248,12 +277,14 @@ def accuracy_text(played: Played) -> str:
                 "See benchmarks/foresee"
             )
         return "real steps took 2 to 3 times as long on one machine. See benchmarks/foresee"
+    accuracy = accuracy_of(played)
     if accuracy is None:
         return "not compared with published runs on this device"
+    reason = unlike(played, accuracy)
     return (
-        f"median error {accuracy.median:.1%} on {accuracy.num_rows} published steps with FSDP in bfloat16 that were "
+        f"median error {accuracy.median:.1%} on {accuracy.num_rows} published steps {accuracy.programs} that were "
         f"not fitted, 9 of 10 within {accuracy.largest_of_nine_in_ten:.0%}. Constants fitted on {accuracy.fitted}. See "
-        "benchmarks/foresee."
+        f"benchmarks/foresee.{f' This step is like none of them ({reason}): expect a larger error.' if reason else ''}"
     )
 
 

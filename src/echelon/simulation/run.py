@@ -30,7 +30,7 @@ from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
 from echelon.simulation.process.cached_property import without_locks
-from echelon.simulation.process.calls import ProcessCalls, needs_cuda
+from echelon.simulation.process.calls import ProcessCalls
 from echelon.simulation.process.environment import (
     Attribute,
     Attributes,
@@ -347,7 +347,7 @@ class _Run:
             if not self._scheduler.is_ending:
                 # A tensor that was sent wrong may be the cause. Once this rank has left, the others may give sends up.
                 if fails(error) and self._world.check_sends() is None:
-                    error = needs_cuda(error) or error
+                    error = self.calls.needs_cuda(rank, error) or error
                     self._errors[rank] = error
                     self._failures.append(describe(rank, error))
                 group.__exit__(type(error), error, error.__traceback__)

@@ -16,7 +16,7 @@ from echelon.foresight.memory import NAMES, TONES, Curve, highest, limit_text
 from echelon.foresight.page import svg
 from echelon.foresight.page.lanes import lanes_of
 from echelon.foresight.play.played import Exposed
-from echelon.foresight.report import NOT_MODELLED, Report, accuracy_text, seconds_text, size_text
+from echelon.foresight.report import NOT_MODELLED, Report, accuracy_of, accuracy_text, seconds_text, size_text
 from echelon.timeline.palette import COLORS
 from echelon.timeline.widget.data import Data, Panel
 from echelon.timeline.widget.markup import script, style, widget
@@ -102,8 +102,9 @@ def _cards(seen: Foreseen, report: Report) -> str:
     name, peak = "memory reserved", max(seen.peak_memory)
     if not seen.fits:
         name, peak = "memory needed", max(peak, *seen.live_memory)
-    exposed = max((sum(role.exposed.values()) / (role.seconds or 1) for role in seen.played.roles.values()), default=0)
-    cards = [_card("step", seconds_text(seen.step_seconds), report.band or "not compared with real runs")]
+    exposed = max((role.shares.exposed for role in seen.played.roles.values()), default=0)
+    beside = "unlike the published steps" if accuracy_of(seen.played) else "not compared with real runs"
+    cards = [_card("step", seconds_text(seen.step_seconds), report.band or beside)]
     if report.tokens:
         cards.append(_card("tokens per second", f"{seen.tokens_per_second(report.tokens):,.0f}", "of the whole job"))
     cards += [

@@ -51,6 +51,24 @@ class ExposedPart(NamedTuple):
     end: float
 
 
+class Shares(NamedTuple):
+    """Parts of a role's step, each as a share of it, 0 to 1.
+
+    They add up to 1, unless several streams compute at once.
+    """
+
+    kernels: Mapping[str, float]
+    """Kernels that have the device to themselves, by kind: "matmul", "attention", "other"."""
+    contention: float
+    """Time that kernels take longer, because communication or other ranks use a part of the device."""
+    exposed: float
+    """Communication that no kernel hides."""
+    waiting: float
+    """Nothing runs, and a stream waits for other ranks to come to a communication."""
+    idle: float
+    """Nothing runs for another reason: the host has not launched the next kernel yet."""
+
+
 class Exposed(NamedTuple):
     """Communication of one group called at one line."""
 
@@ -94,6 +112,19 @@ class PlayedRole:
             assert isinstance(kernel, Kernel)
             total[kernel.kind] += seconds
         return total
+
+    @cached_property
+    def shares(self) -> Shares:
+        """Parts of the step. All 0 if it takes no time."""
+        if not self.seconds:
+            return Shares(dict.fromkeys(self.kernel_seconds, 0.0), 0.0, 0.0, 0.0, 0.0)
+        computing = sum(end - start for start, end in self.computing)
+        contention = max(0.0, computing - sum(self.kernel_seconds.values()))
+        exposed = sum(self.exposed.values())
+        waiting = max(0.0, min(self.waiting, self.seconds - computing - exposed))
+        idle = max(0.0, self.seconds - computing - exposed - waiting)
+        kernels = {kind: seconds / self.seconds for kind, seconds in self.kernel_seconds.items()}
+        return Shares(kernels, *(part / self.seconds for part in (contention, exposed, waiting, idle)))
 
     @cached_property
     def exposed(self) -> Mapping[Exposed, float]:

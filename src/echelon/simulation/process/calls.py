@@ -65,6 +65,8 @@ class ProcessCalls:
         self._exit_calls: defaultdict[int, list[functools.partial[Any]]] = defaultdict(list)
         self._handlers: dict[tuple[int, int], Any] = {}
         """Handlers of signals, by rank and signal. No signal calls them."""
+        self._counted_gpus: dict[int, str] = {}
+        """Line of the program at which each rank has counted GPUs."""
         self.thread_error: UnsupportedOp | None = None
         """First refusal of a call in a thread of the program's own."""
 
@@ -96,6 +98,35 @@ class ProcessCalls:
             except Exception:
                 traceback.print_exc()
 
+    def needs_cuda(self, rank: int, error: BaseException) -> UnsupportedOp | None:
+        """Returns the error for one that a rank raised for want of a GPU. None for others."""
+        trace = error.__traceback__
+        if isinstance(error, UnsupportedOp) or trace is None:
+            return None
+        while trace.tb_next is not None:
+            trace = trace.tb_next
+        frame = trace.tb_frame
+        # A build of torch without CUDA refuses the device in `init_process_group` itself.
+        wants_device = frame.f_code.co_name == "init_process_group" and frame.f_locals.get("device_id") is not None
+        # A rank chooses its GPU by `rank % torch.cuda.device_count()`.
+        divides = isinstance(error, ZeroDivisionError) and rank in self._counted_gpus
+        if not frame.f_code.co_filename.startswith(_CUDA_FOLDERS) and not wants_device and not divides:
+            return None
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames if not is_foreign(frame.filename)]
+        line = lines[-1] if lines else "an unknown line"
+        what = f"CUDA at {line}"
+        if divides:
+            what = f"{error} at {line}, and torch.cuda.device_count() was 0 at {self._counted_gpus[rank]}"
+        found = UnsupportedOp(f"{what}: {NEEDS_CUDA}")
+        found.__cause__ = error
+        return found.with_traceback(error.__traceback__)
+
+    def _count_gpus(self) -> int:
+        if _is_called_by_user():
+            self._counted_gpus[self._here()] = source_of(calling_place())
+        return 0
+
     def _replacements(self) -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
         """Returns the replaced functions: owner, name, and a function that makes the replacement from the original."""
         spawner = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of this name
@@ -119,7 +150,7 @@ class ProcessCalls:
             *self._operators.replacements(),
             *AutocastCache(self._rank_here).replacements(),
             (torch.cuda, "is_available", lambda _: lambda: False),
-            (torch.cuda, "device_count", lambda _: lambda: 0),
+            (torch.cuda, "device_count", lambda _: self._count_gpus),
             (multiprocessing.process.BaseProcess, "start", lambda original: functools.partial(self._start, original)),
         ]
 
@@ -201,25 +232,6 @@ class _Joined:
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:  # noqa: ARG002
         """Returns True: all have ended."""
         return True
-
-
-def needs_cuda(error: BaseException) -> UnsupportedOp | None:
-    """Returns the error for one that torch raised for want of a GPU. None for others."""
-    trace = error.__traceback__
-    if isinstance(error, UnsupportedOp) or trace is None:
-        return None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    frame = trace.tb_frame
-    # A build of torch without CUDA refuses the device in `init_process_group` itself.
-    wants_device = frame.f_code.co_name == "init_process_group" and frame.f_locals.get("device_id") is not None
-    if not frame.f_code.co_filename.startswith(_CUDA_FOLDERS) and not wants_device:
-        return None
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames if not is_foreign(frame.filename)]
-    found = UnsupportedOp(f"CUDA at {lines[-1] if lines else 'an unknown line'}: {NEEDS_CUDA}")
-    found.__cause__ = error
-    return found.with_traceback(error.__traceback__)
 
 
 def _refused(name: str, reason: str, original: Callable[..., Any]) -> Callable[..., NoReturn]:
