@@ -121,7 +121,7 @@ def backward_with(mode: Callable[[bool], AbstractContextManager[object]]) -> Ite
 
 
 def register_first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Registers a hook of a tensor's gradient that runs before those registered earlier. torch has no public way."""
+    """Registers a hook of a tensor's gradient that runs before all earlier hooks. torch has no public way."""
     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
     # Anew, as torch's C++ goes through the hooks in the order of their insertion.

@@ -1,4 +1,4 @@
-"""State of a module between two calls: its hooks, flags and tensors, and those of DDP and FSDP that hold it."""
+"""State of a module between two calls: its hooks, flags and tensors, and the state of DDP and FSDP that hold it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Found:
         self._seen: set[int] = set()
 
     def describe(self, values: dict[str, Any]) -> None:
-        """Adds plain values and tensors of an object, and those of FSDP's objects inside of it."""
+        """Adds plain values and tensors of an object and of FSDP's objects inside of it."""
         for name, value in values.items():
             if name in _ORDERS:
                 continue

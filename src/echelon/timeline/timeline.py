@@ -157,7 +157,7 @@ class Timeline:
     """Spans of all ranks of one run, simulated or recorded.
 
     Times and rates are exact where the costs are: ints and Fractions. Formats such as `:.1f` take no Fraction before
-    Python 3.12, so convert what is printed: `f"{float(timeline.bubble_rate):.1%}"`.
+    Python 3.12, so convert them to print: `f"{float(timeline.bubble_rate):.1%}"`.
 
     Args:
         steps: For each rank, its steps in order.

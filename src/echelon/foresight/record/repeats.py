@@ -6,8 +6,8 @@ exist, the forms of inputs and gradients, and the program's line. A later microb
 together they left the module as they found it, and no memory but that of results. A repeated call returns tensors of
 the recorded form. Their node in the graph writes the entries of the backward pass.
 
-In the step that is kept, the first, the second and the last microbatch always run, and are compared. Whatever differs
-where it should not ends the recording: it is then done again, with all microbatches.
+In the step that is kept, the first, the second and the last microbatch always run, and are compared. A difference
+ends the recording: it is then done again, with all microbatches.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Request(NamedTuple):
     answers: Answers = ()
     """Calls of that rank in an earlier recording."""
     full: bool = False
-    """Whether all microbatches run, even those that repeat an earlier one."""
+    """Whether all microbatches run, even if they repeat an earlier one."""
     keeps_calls: bool = False
     """Whether the calls of all ranks are wanted, which are recorded in this process then."""
 

@@ -3,8 +3,8 @@
 Strategy. The runner of the group's collectives reports each collective that it has run for at least the second time.
 `learn` gives its arguments, and the way in which it runs, to the library (`native/calls.c`). From then on the group's
 method calls `run`, which finds the arguments and does all of the call: checks of the tensor, number, signature,
-meeting, record. Where ranks are late it returns what it has begun. The runner then goes on with the function that has
-run before: the sync block knows that the operation was announced.
+meeting, record. Where ranks are late it returns the operation that it has begun. The runner then goes on with the
+function that has run before: the sync block knows that the operation was announced.
 
 The library compares texts by address, so all that it was given is kept here until it forgets all calls.
 """
