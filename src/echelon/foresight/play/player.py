@@ -9,8 +9,8 @@ The end of kernels on the default stream depends on the communication beside the
 that of communication on other communication on its links. These ends are found in the order of time, by a queue of
 events: communication takes multiprocessors, begins or ends, kernels end. Communication takes multiprocessors from the
 time on at which its own rank has come, as NCCL's kernels do, which wait on the device. At each event, kernels and
-communication under way on the same device and links get new rates. If no event is left and something waits, the program is in a
-deadlock.
+communication under way on the same device and links get new rates. If no event is left and something waits, the
+program is in a deadlock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parts of a rank's log, and the same part with the numbers of another place. Pure.
 
 Two microbatches write the same entries, but for the numbers of the storages, events, communication and batches that
-they make. A log counts these up. So the numbers that a segment makes are those between its begin and its end, and all of
-them move by one distance for each kind. Other storages, such as those of parameters, stay or have a counterpart.
+they make. A log counts these up. So a segment makes the numbers between its begin and its end, and all of them move by
+one distance for each kind. Other storages, such as those of parameters, stay or have a counterpart.
 """
 
 from __future__ import annotations
