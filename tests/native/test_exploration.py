@@ -3,11 +3,17 @@
 The C itself runs, compiled with a call at every access to shared memory. Each mutation of its text is found.
 """
 
+import faulthandler
+import gc
+import os
 import re
 import shutil
+import signal
+import traceback
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from echelon.errors import EchelonError
 from tests.helpers import native_explorer, native_scenarios, shared_memory_scenarios
@@ -472,7 +478,35 @@ def test_each_mutation_is_found(mutation, tmp_path):
         text = text.replace(old, new) if old else text
     (folder / mutation.file).write_text(text)
     path = compile_explored(tmp_path, folder)
-    assert any(fails(path, mutation.scenario, seed) for seed in range(_MOST_SEEDS)), "nothing goes wrong"
+    exit_code = in_child(lambda: any(fails(path, mutation.scenario, seed) for seed in range(_MOST_SEEDS)))
+    assert exit_code != NOT_FOUND, "nothing goes wrong"
+    assert exit_code == FOUND or -exit_code in CRASHES, f"the child ended with {exit_code}"
+
+
+FOUND, NOT_FOUND, ERROR = range(3)
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
+"""Signals that end a process whose memory a mutation has spoilt. That finds it, too."""
+
+
+def in_child(find):
+    """Calls a function in a forked process, so that this one keeps its memory. Returns the exit code."""
+    pid = os.fork()
+    if not pid:
+        exit_code = ERROR
+        try:
+            faulthandler.disable()
+            gc.freeze()  # garbage of the parent may join threads that are not here
+            torch.set_num_threads(1)  # the threads of OpenMP stayed in the parent
+            exit_code = FOUND if find() else NOT_FOUND
+        except BaseException:
+            traceback.print_exc()
+        os._exit(exit_code)
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except BaseException:  # a test that takes too long
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def fails(path, scenario, seed):
