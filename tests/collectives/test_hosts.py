@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.backends.connect import members, rendezvous
 from echelon.backends.simulated import SimulatedBackend
-from echelon.backends.tcp import backend
 from echelon.collectives.plans.algorithms import find
 from echelon.simulation.network import host_numbers
 from tests.collectives.test_algorithms import NAMES
@@ -103,13 +101,6 @@ def test_simulated_ranks_are_on_the_hosts_of_their_network():
     assert SimulatedBackend.create_group(3)[2].control.hosts == (0, 0, 0)
 
 
-def connect_as_if_elsewhere(rank, *arguments, **options):
-    """Lets a rank, in a process of its own, believe that two and two are on a machine."""
-    for module in (members, rendezvous, backend):
-        module.machine_id = lambda: f"machine {rank // 2}"
-    return backend.TcpBackend(rank, *arguments, **options)
-
-
 def sums_over(group):
     found = []
     for name in ("", "ring", "hierarchical"):
@@ -122,6 +113,6 @@ def sums_over(group):
 
 def test_over_tcp_ranks_of_one_machine_share_a_host(monkeypatch):
     assert run_forked(sums_over, 3)[2] == [[0, 0, 0], [3 * sum(range(50_000))] * 3]
-    monkeypatch.setattr(forked_ranks, "TcpBackend", connect_as_if_elsewhere)
+    monkeypatch.setattr(forked_ranks, "TcpBackend", forked_ranks.connect_as_if_elsewhere)
     for result in run_forked(sums_over, 3).values():
         assert result == [[0, 0, 1], [3 * sum(range(50_000))] * 3]

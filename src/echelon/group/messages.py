@@ -273,15 +273,17 @@ class PointToPoint(GroupBase):
         self, peer: int, tag: int, handle: PreparedSend | PreparedReceive, operation: str, num_bytes: int
     ) -> None:
         """Has the native library make the next messages like one, if it can."""
+        known = self._runner.known
+        if known is None:  # memory is shared for messages alone, as beside Gloo
+            return
         native = handle.native()
         if native is None or native in self._learnt:
             return
-        assert self._runner.known is not None, "the ranks share memory"
         if len(self._learnt) >= _MAX_KNOWN:
             self._learnt.clear()
         self._learnt.add(native)
         call = KnownOperation(self.name, self.context, operation, num_bytes)
-        self._runner.known.learn_message(peer, tag, native, call)
+        known.learn_message(peer, tag, native, call)
 
     def _receiving(self, src: int, tag: int, out: Tensor | None) -> tuple[PreparedReceive, OperationRecord]:
         """Checks a receive. Returns its handle and its record."""

@@ -8,6 +8,7 @@ import torch
 
 import echelon
 from echelon.group.messages import PointToPoint
+from tests.helpers import forked_ranks
 from tests.helpers.forked_ranks import run_forked
 
 
@@ -376,7 +377,7 @@ def test_repeated_messages_are_made_by_the_library_alone():
 
 def change_repeated_messages(group):
     """Other shapes, dtypes, waiting receives and modes come between messages that are repeated."""
-    peer = 1 - group.rank
+    peer = group.rank ^ 1
     for turn in range(40):
         length = (3, 3, 3, 4)[turn % 4]
         dtype = torch.float32 if turn % 7 else torch.int64
@@ -404,6 +405,12 @@ def change_repeated_messages(group):
 
 def test_other_messages_between_repeated_ones_arrive_as_they_were_sent():
     assert list(run_forked(change_repeated_messages, 2, backend="shm").values()) == [True, True]
+
+
+def test_so_do_they_where_collectives_do_not_share_memory(monkeypatch):
+    assert list(run_forked(change_repeated_messages, 2, backend="gloo").values()) == [True] * 2
+    monkeypatch.setattr(forked_ranks, "TcpBackend", forked_ranks.connect_as_if_elsewhere)
+    assert list(run_forked(change_repeated_messages, 4, backend="shm").values()) == [True] * 4
 
 
 def lose_a_peer(group):
