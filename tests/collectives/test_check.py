@@ -147,7 +147,7 @@ def test_a_deadlock_is_shown_as_a_circle():
 def test_messages_without_a_partner():
     plan = Plan.from_text("apart: 3 ranks, 1 chunks\nrank 0: 0>1 | 0>1\nrank 1: 0<2\nrank 2: .")
     assert problems_of("broadcast", plan).splitlines() == [
-        "rank 1, round 0: waits for a message of rank 2, which sends no more"
+        "rank 1, round 0: waits for a message from rank 2, which sends no more"
     ]
     plan = Plan.from_text("apart: 2 ranks, 1 chunks\nrank 0: 0>1 | 0>1 | 0>1\nrank 1: 0<0")
     assert problems_of("broadcast", plan) == "rank 0, round 1: 0>1 is never received, nor are 1 more to rank 1"

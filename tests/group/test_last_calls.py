@@ -82,8 +82,8 @@ CALLS = [
         "closed",
         "no collective of it, 0 in all, but rank 0 closed it after broadcast.*#1 of group 'wo",
     ),
-    ("send", "tcp", "closed", "without having received a message of rank 0, tag 4"),
-    ("send", "shm", "closed", "without having received a message of rank 0, tag 4"),
+    ("send", "tcp", "closed", "without having received a message from rank 0, tag 4"),
+    ("send", "shm", "closed", "without having received a message from rank 0, tag 4"),
     ("async", "shm", "Closed", "barrier, #1 .*1 in all, but rank 0 closed it after all_reduce"),
     ("async", "tcp", "Closed", "barrier, #1 .*1 in all, but rank 0 closed it after all_reduce"),
 ]
@@ -213,7 +213,7 @@ def withdraw(group):
 
 
 def test_simulated_ranks_are_told_of_a_message_that_nobody_received():
-    with pytest.raises(echelon.CollectiveMismatch, match=r"rank 1 has returned without .* a message of rank 0, tag 4"):
+    with pytest.raises(echelon.CollectiveMismatch, match=r"rank 1 has returned .* a message from rank 0, tag 4"):
         echelon.simulate(send_more, 2)
     echelon.simulate(withdraw, 2)
 

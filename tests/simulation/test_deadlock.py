@@ -363,7 +363,7 @@ def test_what_was_sent_with_another_tag_is_named():
 
     with pytest.raises(echelon.DeadlockError, match="rank 0 waits for rank 1 in receive from rank 1, tag 5") as caught:
         echelon.simulate(program, 2)
-    assert "rank 0 has not received a message of rank 1, tag 10\n" in str(caught.value)
+    assert "rank 0 has not received a message from rank 1, tag 10\n" in str(caught.value)
     assert str(caught.value).endswith("and 2 more messages that were not received")
 
 
@@ -387,7 +387,7 @@ def test_a_pipeline_that_waits_says_for_what():
     with pytest.raises(echelon.DeadlockError) as caught:
         echelon.simulate(program, 2)
     assert "in receive from rank 1, the gradient of microbatch 0 for stage 0, at" in str(caught.value)
-    assert "has not received a message of rank 0, the input of microbatch 1 for stage 1" in str(caught.value)
+    assert "has not received a message from rank 0, the input of microbatch 1 for stage 1" in str(caught.value)
 
 
 # Sends of torch.distributed, which wait for their receives

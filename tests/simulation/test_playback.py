@@ -119,7 +119,7 @@ def test_a_rank_that_has_not_come_holds_up_the_ranks_behind_it_alone():
     playback = Playback(Routes(waves, lambda *_: Link(1.0, 10.0)), waves.num_bytes([20]))
     assert playback.play([0.0, math.inf, 0.0, 5.0], [0.0] * 4).ends.tolist() == [3.0, math.inf, math.inf, 5.0]
     assert playback.play([0.0, 7.0, 0.0, 5.0], [0.0] * 4).ends.tolist() == [3.0, 10.0, 10.0, 5.0]
-    # Earlier messages of rank 0 leave until 4.
+    # Earlier messages from rank 0 leave until 4.
     assert playback.play([0.0, 7.0, 0.0, 5.0], [4.0, 0, 0, 0]).ends.tolist() == [7.0, 10.0, 10.0, 5.0]
 
 

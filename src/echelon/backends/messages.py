@@ -237,7 +237,7 @@ class Messages(ABC):
         return False
 
     def keeps_messages(self, src: int) -> bool:  # noqa: ARG002
-        """Whether the messages of a rank stay in memory until they are received, however late.
+        """Whether the messages from a rank stay in memory until they are received, however late.
 
         A receive that is posted early gains nothing then.
         """

@@ -249,7 +249,7 @@ def _unclaimed(world: World) -> Iterator[str]:
     for rank, mailbox in enumerate(world.mailboxes):
         for src, tag in mailbox.unclaimed:
             if is_plain(tag):
-                yield f"rank {rank} has not received a message of rank {src}, {_name_of(tag)}"
+                yield f"rank {rank} has not received a message from rank {src}, {_name_of(tag)}"
 
 
 def _name_of(tag: Tag) -> str:

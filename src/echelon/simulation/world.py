@@ -335,7 +335,7 @@ class World:
                 if tag.sequence == 0 and tag.context:
                     place = self._place_of_send(src, dst, tag)
                     return CollectiveMismatch(
-                        f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}"
+                        f"rank {dst} has returned without having received a message from rank {src}, tag {tag.step}"
                         f"{place and f', sent at {place}'}: receive it there, or do not send it"
                     )
         for dst, src, tag in unreceived:

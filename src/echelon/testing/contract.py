@@ -463,7 +463,7 @@ def _receives_from_any(backend: Backend) -> None:
     work = backend.messages.irecv_any({2: 20}, 4)
     came = [backend.messages.irecv_any(sources, 3).wait(SECONDS) for _ in range(6)]
     order = [received.src for received in came]
-    expect(order == [10, 20, 10, 10, 10, 10], f"messages of ranks 1 (five) and 2 (one) came as {order}")
+    expect(order == [10, 20, 10, 10, 10, 10], f"messages from ranks 1 (five) and 2 (one) came as {order}")
     numbers = [received.tensor.item() for received in came if received.src == 10]
     expect(numbers == [0, 1, 2, 3, 4], f"the messages of one rank came as {numbers}")
     expect({received.tag for received in came} == {3}, "Received.tag is not that of the message")

@@ -122,7 +122,7 @@ class Parting:
         for src, tag in sorted(self._mailbox.unclaimed):
             if tag.sequence == 0 and tag.context in self._groups:
                 return CollectiveMismatch(
-                    f"rank {self._rank} closes its group without having received a message of rank {src}, "
+                    f"rank {self._rank} closes its group without having received a message from rank {src}, "
                     f"tag {tag.step}: receive it here, or do not send it there",
                     src,
                 )

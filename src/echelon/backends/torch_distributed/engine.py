@@ -147,7 +147,7 @@ class Engine:
         self._run_message(lambda group: dist.isend(data, group=group, group_dst=dst), data)
 
     def receive(self, data: torch.Tensor, src: int) -> None:
-        """Overwrites a tensor with the next message of rank `src`, which has its size."""
+        """Overwrites a tensor with the next message from rank `src`, which has its size."""
         self._run_message(lambda group: dist.irecv(data, group=group, group_src=src), data)
 
     def _run(self, begin: Begin, tensor: torch.Tensor) -> None:

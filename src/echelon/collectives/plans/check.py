@@ -376,7 +376,7 @@ def _deadlocks(standing: dict[int, Standing]) -> Iterator[str]:
             rank = standing[rank].peer
         if path and rank not in standing:
             last = standing[path[-1]]
-            yield f"{place_of(last.rank, last.number)}: waits for a message of rank {last.peer}, which sends no more"
+            yield f"{place_of(last.rank, last.number)}: waits for a message from rank {last.peer}, which sends no more"
         elif rank in path:
             waits = (standing[member] for member in path[path.index(rank) :])
             listed = "; ".join(f"{place_of(wait.rank, wait.number)} for rank {wait.peer}" for wait in waits)

@@ -198,7 +198,7 @@ class Runtime:
 
         Raises:
             PeerFailed: another rank failed in this step, or is gone.
-            Timeout: a message of another rank did not come in time.
+            Timeout: a message from another rank did not come in time.
             NotFinite: the loss of a microbatch is NaN or infinite.
         """
         one = self.begin(schedule, batch, on_stage_done, until_backward=False)
