@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,30 @@ os.environ["ECHELON_TUNED"] = "off"  # what `echelon tune` may have written here
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with it ignored. Processes of tests that send it would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_unfreeze = gc.unfreeze
+_unfrozen = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Takes torch, the tests and what pytest knows of them from the garbage collector, which would visit them often."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.unfreeze = lambda: (_unfreeze(), _unfrozen.append(True))
+        gc.enable()
+
+
+def pytest_runtest_teardown():
+    """Does so again after a recording of `foresee`, which unfreezes all objects."""
+    if _unfrozen:
+        _unfrozen.clear()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import itertools
+import runpy
 import sys
 from pathlib import Path
 
@@ -30,15 +31,11 @@ def train_gpt_as_rank(group, *arguments):
 
 
 def run_example(name):
-    """Runs a script as Python does, in this process.
-
-    Not by runpy: that replaces sys.modules["__main__"] for the whole process, and ranks that are threads put back each
-    other's. Processes that are started later would then run the script again.
-    """
+    """Runs a script as Python does, in this process."""
     path = EXAMPLES / name
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def run_example_as_rank(group, name, folder):

@@ -1,6 +1,7 @@
 """Environment of simulated ranks, as child processes see it."""
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -65,3 +66,25 @@ def test_processes_after_a_simulation_have_the_environment_from_before(monkeypat
     monkeypatch.setenv("RANK", "outside")
     echelon.simulate(program, 2)
     assert shown() == ["None", "outside"]
+
+
+def test_each_rank_has_its_own_main_module(tmp_path):
+    """Ranks that run a script by runpy put back each other's module otherwise, and leave one of them behind."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "main = sys.modules['__main__']\n"
+        "for src in range(dist.get_world_size()):\n"
+        "    dist.broadcast_object_list([None], src=src)\n"
+        "assert main.__dict__ is globals() and sys.modules['__main__'] is main\n"
+        "if dist.get_rank() == 0:\n"  # ends last, and began first
+        "    dist.recv(torch.empty(1), src=1)\n"
+        "else:\n"
+        "    dist.send(torch.ones(1), dst=0)\n"
+    )
+    before = sys.modules["__main__"]
+    echelon.simulate(lambda: runpy.run_path(str(script), run_name="__main__"), 2)
+    assert sys.modules["__main__"] is before

@@ -9,9 +9,11 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import echelon
 from echelon.errors import UnsupportedOp
+from tests.helpers.torch_groups import mesh_of_one
 
 
 def start_process():
@@ -96,10 +98,18 @@ def test_calls_that_a_rank_may_make_are_made_for_it_alone():
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_a_child_process_computes_on_all_cores_and_calls_the_originals():
-    def main():
-        pool = multiprocessing.get_context("fork").Pool(1)
-        with pool:
-            return pool.apply(num_cores)
+def cores_of_child():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(num_cores)
 
-    assert echelon.simulate(main, 1).results == [num_cores()]
+
+def test_a_child_process_computes_on_all_cores_and_calls_the_originals():
+    assert echelon.simulate(cores_of_child, 1).results == [num_cores()]
+
+
+def test_a_child_process_is_not_stopped_by_a_group_that_was_destroyed_before():
+    """DTensor's cache of this thread keeps it. Its destructor would join threads that the child does not have."""
+    with mesh_of_one() as mesh:
+        assert (distribute_tensor(torch.ones(2), mesh, [Replicate()]) + 1).to_local().tolist() == [2.0, 2.0]
+    del mesh
+    assert echelon.simulate(cores_of_child, 1).results == [num_cores()]

@@ -245,6 +245,12 @@ class Shardings:
         del self._propagator.propagate_op_sharding_non_cached  # of the instance, which hid the method
         self._propagator.propagate_op_sharding = self._cache
 
+    def forget_thread(self) -> None:
+        """Empties the caches of the calling thread: torch's own and that of its C++."""
+        cache = getattr(self._propagator.propagate_op_sharding, "cache", None)
+        for owner, name in ((cache, "cache_clear"), (torch._C, "_clear_DTensor_sharding_propagator_cache")):
+            getattr(owner, name, lambda: None)()
+
     def comparison_key(self, schema: Any) -> Any:
         """Returns the arguments of an operator on which its decision depends. None if this torch has no such key."""
         return getattr(schema, "_comparison_key", None)

@@ -39,6 +39,7 @@ from echelon.simulation.process.environment import (
     torchrun_variables,
 )
 from echelon.simulation.process.library_state import LibraryState, TorchSettings, shared_collections
+from echelon.simulation.process.modules import MainModule
 from echelon.simulation.process.random_state import RandomState, on_one_core
 from echelon.simulation.process.state import ProgramWithStates, RankStates, State
 from echelon.simulation.process.torch_distributed import TorchDistributed
@@ -213,7 +214,14 @@ def process_states(torch_distributed: TorchDistributed, seed: int, hosts: Sequen
     attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
     attributes += shared_collections()
     variables = functools.partial(torchrun_variables, hosts=hosts)
-    return [RandomState(seed), Environment(variables), Attributes(attributes), TorchSettings(), LibraryState()]
+    return [
+        RandomState(seed),
+        Environment(variables),
+        Attributes(attributes),
+        MainModule(),
+        TorchSettings(),
+        LibraryState(),
+    ]
 
 
 def _check(seed: object, timeout: object) -> None:

@@ -36,8 +36,24 @@ class _Loaded(NamedTuple):
     """Locks of the imports that are under way."""
 
 
+class MainModule(State):
+    """The module `__main__`. A script sets it for its rank, and so does `runpy.run_path(..., run_name="__main__")`."""
+
+    def __init__(self) -> None:
+        self._outside = self.take()
+
+    def first(self, rank: int) -> ModuleType:  # noqa: ARG002, D102
+        return self._outside
+
+    def take(self) -> ModuleType:  # noqa: D102
+        return sys.modules["__main__"]
+
+    def put(self, state: ModuleType) -> None:  # noqa: D102
+        sys.modules["__main__"] = state
+
+
 class LocalModules(State):
-    """Modules in some folders, of which each rank has its own. `__main__` is one of them."""
+    """Modules in some folders, of which each rank has its own."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         """Takes the folders. Modules below them belong to ranks, except installed ones and extension modules."""
@@ -46,8 +62,10 @@ class LocalModules(State):
         """Compiled code, by file."""
         self._finder = _Finder(self)
         # A module that was loaded before belongs to the process outside: each rank loads another one.
-        self._names = {"__main__": None} | {
-            name: None for name, module in list(sys.modules.items()) if self.is_local(_file_of(module))
+        self._names = {
+            name: None
+            for name, module in list(sys.modules.items())
+            if name != "__main__" and self.is_local(_file_of(module))
         }
 
     def is_local(self, path: str | None) -> bool:

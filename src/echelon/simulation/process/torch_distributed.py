@@ -27,6 +27,7 @@ from echelon._torch_private.distributed import (
     group_registry,
     groups_made_by,
     groups_of_each_thread,
+    shardings,
 )
 from echelon._torch_private.tensors import real_tensors
 from echelon.call_site import Place, calling_place, source_of
@@ -100,6 +101,10 @@ class TorchDistributed:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, torch.distributed works for the simulated ranks."""
+        # A decision keeps its mesh, and a mesh its groups. A process that a rank forks frees all that other threads had.
+        # The destructor of a group of Gloo would join threads there that a fork does not copy, and never return.
+        if (found := shardings()) is not None:
+            found.forget_thread()
         replaced: list[tuple[Any, str, Any]] = []
 
         def replace(owner: Any, name: str, replacement: Any) -> None:
