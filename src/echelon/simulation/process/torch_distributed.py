@@ -101,8 +101,8 @@ class TorchDistributed:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, torch.distributed works for the simulated ranks."""
-        # A decision keeps its mesh, and a mesh its groups. A process that a rank forks frees what other threads had. The
-        # destructor of a group of Gloo would join threads there that a fork does not copy, and never return.
+        # A decision keeps its mesh, and a mesh its groups. A process that a rank forks frees what other threads had.
+        # There the destructor of a group of Gloo would join threads that a fork does not copy, and never return.
         if (found := shardings()) is not None:
             found.forget_thread()
         replaced: list[tuple[Any, str, Any]] = []
