@@ -7,7 +7,7 @@
 Over shared memory. A step of a local model, of DDP as it is, and of DDP with one thing changed, in turns of random
 order, all ranks together: milliseconds that each adds to the local step, of the slowest rank and of all processors.
 Then the parts of a local step and of one of DDP as it is, by rank. Some of the ways are wrong on purpose: they show
-what a part costs.
+the cost of a part. The decisions have ways to add and to wait, too, from before the native library did both.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import echelon
-from echelon.backends.shared.collectives import reducing
-from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.data_parallel import gradient_sync, reducer
 from echelon.data_parallel.bucket_set import BucketMemory
 
@@ -35,10 +33,9 @@ sys.path.extend(map(str, Path(__file__).parents[1:3]))
 from harness import ms, options_of, print_environment, print_head, print_row
 from run import TASKS
 
-KIBIBYTE = 1 << 10
 WARMUP = 3
 
-SHOWN = {"local": "local: ", "as it is": "DDP: ", "straight": "straight: "}
+SHOWN = {"local": "local: ", "as it is": "DDP: "}
 """The ways of which parts are shown."""
 
 
@@ -49,17 +46,11 @@ class Way(NamedTuple):
     """None: one bucket holds all, as it does behind backward."""
     copies: str = "copy_"
     """How a new gradient comes into its bucket: copy_, memmove, half of it (wrong), or added to zeros by autograd
-    (preset); or straight: only what other ranks add up, and this rank's slice is added up from the new gradients."""
-    divides: bool = True
-    """Whether sums of n ranks are divided by n, and not multiplied by 1 / n."""
-    slice_bytes: int = 256 * KIBIBYTE
-    """How much is added and written at a time."""
+    (preset)."""
     reduces: bool = True
     """Whether buckets are reduced at all; wrong if not."""
     beside: bool = False
     """Whether full buckets are reduced beside backward, and not behind it; with a size of theirs."""
-    sleeps: bool = False
-    """Whether a rank that waits for others sleeps at once, and does not first look again and give its core away."""
 
 
 WAYS = {
@@ -67,19 +58,13 @@ WAYS = {
     "copied, not reduced": Way(reduces=False),
     "preset": Way(copies="preset"),
     "half copied": Way(copies="half"),
-    "straight": Way(copies="straight"),
-    "straight, beside, buckets of 8 MiB": Way(8.0, copies="straight", beside=True),
     "memmove": Way(copies="memmove"),
-    "multiplied": Way(divides=False),
-    "slices of 64 KiB": Way(slice_bytes=64 * KIBIBYTE),
-    "slices of 1 MiB": Way(slice_bytes=1024 * KIBIBYTE),
     "buckets of 4 MiB": Way(4.0),
     "buckets of 8 MiB": Way(8.0),
     "buckets of 25 MiB": Way(25.0),
     "buckets of 50 MiB": Way(50.0),
     "beside backward": Way(25.0, beside=True),
     "beside, buckets of 8 MiB": Way(8.0, beside=True),
-    "sleeps at once": Way(sleeps=True),
 }
 
 
@@ -95,53 +80,6 @@ class Nothing:
         """Has not failed."""
 
 
-class Straight:
-    """New gradients of one bucket. Only the slices that other ranks add up are copied to it."""
-
-    def __init__(self, memory: BucketMemory, group: echelon.ProcessGroup) -> None:
-        self.fresh: dict[int, torch.Tensor] = {}
-        self._memory, self._rank = memory, group.rank
-        size = -(-memory.flat.numel() // group.world_size // reducing._ALIGNMENT) * reducing._ALIGNMENT
-        self._begin, self._end = group.rank * size, (group.rank + 1) * size
-        self._starts = [view.storage_offset() for view in memory._views]
-
-    def take(self, index: int, gradient: torch.Tensor) -> None:
-        """Copies a new gradient outside of this rank's slice, and keeps it until the slice is added up."""
-        view = self._memory._views[index]
-        assert gradient.stride() == view.stride()
-        self.fresh[index] = gradient
-        to, new = self._flat(view), self._flat(gradient)
-        begin, end = (min(max(edge - self._starts[index], 0), len(to)) for edge in (self._begin, self._end))
-        with torch.no_grad():
-            to[:begin].copy_(new[:begin])
-            to[end:].copy_(new[end:])
-        self._memory.expose(index)
-
-    def add(self, everywhere: Sequence[torch.Tensor]) -> None:
-        """Adds up this rank's slice from its new gradients and the other ranks' copies."""
-        fresh, self.fresh = self.fresh, {}
-        for index, gradient in fresh.items():
-            start = self._starts[index]
-            begin, end = max(self._begin, start), min(self._end, start + gradient.numel())
-            if begin >= end:
-                continue
-            own = self._flat(gradient)[begin - start : end - start]
-            parts = [own if rank == self._rank else flat[begin:end] for rank, flat in enumerate(everywhere)]
-            targets = [flat[begin:end] for flat in everywhere]
-            pieces = [torch.split(each, reducing._SLICE_BYTES // each.itemsize) for each in (*parts, *targets)]
-            for piece in zip(*pieces, strict=True):
-                (first, second, *others), (target, *copies) = piece[: len(parts)], piece[len(parts) :]
-                torch.add(first, second, out=target)
-                for other in others:
-                    target.add_(other)
-                target.div_(len(parts))
-                for copy in copies:
-                    copy.copy_(target)
-
-    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
 class Switch:
     """Has the library go the way that was chosen last, and notes how long its parts take."""
 
@@ -150,16 +88,9 @@ class Switch:
         self.way = Way()
         self.seconds: dict[str, float] = {}
         self._take, self._reduce = BucketMemory.store, reducer.BucketCollectives.launch
-        self._slices, self._meet_with = reducing._reduce_slices, reducing.meet_with
-        self._straight: dict[int, Straight] = {}
-        self._reduced = 0
         BucketMemory.store = self._timed("copied to buckets", self._copy)
         reducer.BucketCollectives.launch = lambda *of: self._reduce(*of) if self.way.reduces else Nothing()
         reducer.GradientReducer.finish = self._timed("waited behind backward", reducer.GradientReducer.finish)
-        reducing._reduce_slices = self._timed("added and written", self._add)
-        reducing.meet_with = self._timed("waited for all to come", self._meet)
-        reducing.exit_barrier = self._timed("waited for all to be done", reducing.exit_barrier)
-        self._wait, SpinThenSleep.wait = SpinThenSleep.wait, lambda *of: self._wait_in_the_way(*of)
         gradient_sync.can_overlap = lambda _: self.way.beside
         reducer.can_overlap = lambda _: self.way.bucket_mb is not None
 
@@ -208,27 +139,8 @@ class Switch:
 
         return call
 
-    def _wait_in_the_way(self, waiter: SpinThenSleep, *of: Any) -> None:
-        ranges = waiter._spins, waiter._yields
-        if self.way.sleeps:
-            waiter._spins = waiter._yields = range(0)
-        try:
-            self._wait(waiter, *of)
-        finally:
-            waiter._spins, waiter._yields = ranges
-
-    def _meet(self, shared: Any, call: Any, flat: torch.Tensor, *of: Any) -> Any:
-        # Noted here: the tensors of all ranks come to `_add` by another mapping of the same memory.
-        self._reduced = flat.data_ptr()
-        return self._meet_with(shared, call, flat, *of)
-
     def _copy(self, memory: BucketMemory, index: int) -> None:
         gradient, view = memory._parameters[index].grad, memory._views[index]
-        if self.way.copies == "straight" and gradient is not None and gradient is not view:
-            if memory.flat.data_ptr() not in self._straight:
-                self._straight[memory.flat.data_ptr()] = Straight(memory, self.group)
-            self._straight[memory.flat.data_ptr()].take(index, gradient)
-            return
         if self.way.copies not in ("half", "memmove") or gradient is None or gradient is view:
             self._take(memory, index)
             return
@@ -238,24 +150,6 @@ class Switch:
             half = gradient.numel() // 2
             view.view(-1)[:half].copy_(gradient.view(-1)[:half])
         memory.expose(index)
-
-    def _add(self, shared: Any, call: Any, everywhere: Sequence[torch.Tensor], operator: Any) -> None:
-        reducing._SLICE_BYTES = self.way.slice_bytes
-        straight = self._straight.get(self._reduced) if self.way.copies == "straight" else None
-        if straight is not None and straight.fresh:
-            straight.add(everywhere)
-            reducing.exit_barrier(shared, call)
-            return
-        if self.way.divides:
-            self._slices(shared, call, everywhere, operator)
-            return
-        for first, *others in reducing._pieces_of_slices(shared, everywhere):
-            for other in others:
-                first.add_(other)
-            first.mul_(1 / (1 + len(others)))
-            for other in others:
-                other.copy_(first)
-        reducing.exit_barrier(shared, call)
 
 
 class Measured(NamedTuple):
