@@ -1,4 +1,4 @@
-"""A device as this machine is: kernels timed by kind and size, and a collective. It takes about a minute."""
+"""This machine as a device: kernels timed by kind and size, and communication. Takes about a minute."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SIDES = (1, 8, 32, 128, 512, 1024)
 _LENGTHS = (64, 256, 1024)
 """Lengths of sequences in attention."""
 _NEAR = 32 << 20
-"""Bytes of the copies that take turns: more than the caches of a core, as in a training step."""
+"""Total bytes of the copies that take turns: more than a core's caches hold, as in a training step."""
 _SECONDS = 0.03
 """Time in which a kernel is called again and again."""
 
@@ -92,7 +92,7 @@ def calibrate() -> Device:
 
 
 def this_machine() -> str:
-    """Returns the kind of this machine: its processors, how many there are, and the version of torch."""
+    """Returns the kind of this machine: the number and model of its processors, and the version of torch."""
     model = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         model = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
@@ -113,7 +113,7 @@ def load(path: str | os.PathLike[str]) -> Device:
     """Reads a device that `save` has written.
 
     Raises:
-        LaunchError: the file cannot be read, or is no such file.
+        LaunchError: the file cannot be read, or holds no such device.
     """
     try:
         values = json.loads(Path(path).read_text())
@@ -303,7 +303,7 @@ def _seconds(acts: list[Act]) -> float:
 
 
 def _launch_seconds(device: Device) -> float:
-    """Returns the time of Python and autograd for a kernel, from a training step of a model too small to compute."""
+    """Returns the time that Python and autograd take for a kernel, from a training step of a tiny model."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(16)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.randn(8, 8)
@@ -330,6 +330,6 @@ def _launch_seconds(device: Device) -> float:
 
 
 def _line(curves: Mapping[str, Curve]) -> tuple[float, float]:
-    """Returns the seconds without bytes, and the bytes per second, of an all_reduce of two ranks."""
+    """Returns the latency in seconds, and the bytes per second, of an all_reduce of two ranks."""
     (_, latency), *_, (size, seconds) = curves["all_reduce 2"]
     return latency, size / (seconds - latency)

@@ -1,7 +1,7 @@
-"""This machine's GPU as a device: ten kernels and a collective, timed in half a minute, fit the constants of the model.
+"""This machine's GPU as a device: the model's constants from ten kernels and a collective, timed in half a minute.
 
-Matrix products and attention in bfloat16 fit their shares of the peak, a copy the bandwidth of memory, small kernels
-the cost of a kernel and of its launch. With several GPUs, an all-gather fits the bandwidth between them.
+Matrix products and attention in bfloat16 give their shares of the peak, a copy gives the bandwidth of memory, and small
+kernels give the cost of a kernel and of its launch. With several GPUs, an all-gather gives the bandwidth between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.foresight.play.devices import DEVICES
 from echelon.launch.spawn import spawn
 
 PRODUCTS = ((4096, 4096, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (1024, 8192, 8192))
-"""(m, n, k) of matrix products: those of transformers' layers."""
+"""(m, n, k) of matrix products, as in the layers of transformers."""
 ATTENTIONS = (1024, 2048, 4096, 8192)
 """Lengths of causal sequences, with 16 heads of 128."""
 _HEADS, _HEAD = 16, 128
@@ -35,7 +35,7 @@ _MARKS = (("H200", "h200"), ("H100", "h100"), ("A100-SXM4-40GB", "a100-40g"), ("
 
 
 class Facts(NamedTuple):
-    """Facts of a GPU, as CUDA tells them."""
+    """Facts about a GPU, as CUDA reports them."""
 
     name: str
     memory_bytes: int
@@ -49,15 +49,15 @@ class Times(NamedTuple):
 
     products: Mapping[tuple[int, int, int], float]
     attentions: Mapping[int, float]
-    """Of the forward, by length."""
+    """Of the forward pass, by length."""
     copy: float
     """Of `_COPIED` bytes, which are read and written."""
     kernel: float
-    """Of a kernel of a few numbers on the device."""
+    """Of a kernel on a few numbers, on the device."""
     launch: float
-    """Of the host, for an operator of a training step."""
+    """Of the host, for one operator of a training step."""
     all_gather: float | None
-    """Of `_GATHERED` bytes among all GPUs of the host. None if there is one."""
+    """Of `_GATHERED` bytes among all GPUs of the host. None if the host has one GPU."""
 
 
 def calibrate_gpu() -> Device:
@@ -85,8 +85,8 @@ def calibrate_gpu() -> Device:
 def fitted(facts: Facts, times: Times) -> Device:
     """Returns the device whose model gives these times. Pure.
 
-    A GPU of the table keeps its data sheet's peak. The peak of another one is the fastest product's throughput, so its
-    MFU is the share of that.
+    A GPU of the table keeps its data sheet's peak. The peak of any other GPU is the throughput of the fastest product,
+    and its MFU is relative to that.
     """
     base = _known(facts)
     if base is None:
@@ -124,7 +124,7 @@ def fitted(facts: Facts, times: Times) -> Device:
 
 
 def _known(facts: Facts) -> Device | None:
-    """Returns the device of the table that a GPU is. A variant with fewer multiprocessors has another peak."""
+    """Returns the table's device for a GPU. None if it has none: with fewer multiprocessors the peak is another."""
     for mark, name in _MARKS:
         if mark in facts.name and DEVICES[name].num_sms == facts.num_sms:
             return DEVICES[name]
@@ -132,7 +132,7 @@ def _known(facts: Facts) -> Device | None:
 
 
 def _share(device: Device, products: Mapping[tuple[int, int, int], float]) -> float:
-    """Returns the share of the peak with which modelled products take the measured time, in the median."""
+    """Returns the share of the peak at which the median ratio of modelled to measured time is 1."""
     low, high = 0.01, 2.0
     for _ in range(40):
         share = (low + high) / 2
@@ -192,7 +192,7 @@ def _copy(device: torch.device) -> float:
 
 
 def _small_kernel(device: torch.device, num: int = 200) -> float:
-    """Returns the time of a kernel of a few numbers in a CUDA graph, which launches them without the host."""
+    """Returns the time of a kernel on a few numbers in a CUDA graph, which launches it without the host."""
     values = torch.zeros(8, device=device)
     values.add_(1.0)
     torch.cuda.synchronize()
@@ -218,7 +218,7 @@ def _launch(device: torch.device) -> float:
 
 
 def _all_gather() -> float:
-    """Returns the seconds of an all-gather of NCCL. Called on a rank for each GPU of this host."""
+    """Returns the seconds of an all-gather of NCCL. Runs on one rank for each GPU of this host."""
     dist.init_process_group("nccl")
     try:
         rank, size = dist.get_rank(), dist.get_world_size()

@@ -18,7 +18,7 @@ _NARROW = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
 
 class Problem(NamedTuple):
-    """Problem of a program that does not keep it from running."""
+    """Problem of a program that runs in spite of it."""
 
     kind: str
     """Such as "narrow reduction"."""
@@ -30,14 +30,14 @@ class Problem(NamedTuple):
 
 
 def check(traces: Mapping[int, Trace], classes: Sequence[int]) -> list[Problem]:
-    """Checks the recorded steps of all roles. Returns the problems that let the program run.
+    """Checks the recorded steps of all roles. Returns the problems that do not keep the program from running.
 
     Args:
         traces: recorded ranks.
-        classes: rank of the role that stands for each rank.
+        classes: the role of each rank, as the rank that was recorded for it.
 
     Raises:
-        CollectiveMismatch: two ranks of a group call different collectives, or a message has no partner. It names both
+        CollectiveMismatch: two ranks of a group call different collectives, or a message has no partner. It names the
             lines.
         DeadlockError: recorded ranks wait for each other for ever. It names a line for each.
     """
@@ -109,7 +109,7 @@ def _compare(one: _Side, other: _Side, group: Group) -> None:
 
 
 def _parted(one: _Side, other: _Side, end: int) -> str:
-    """Returns the first lines that differ before the calls do, as after a call too many. Empty if there are none."""
+    """Returns the first lines that differ while the calls still agree, as after an extra call. Empty if none do."""
     for number, (mine, theirs) in enumerate(zip(one.calls[:end], other.calls[:end], strict=True), 1):
         places = [side.trace.places[call.place] for side, call in ((one, mine), (other, theirs)) if call.place >= 0]
         if len(set(places)) == 2:
@@ -119,7 +119,7 @@ def _parted(one: _Side, other: _Side, end: int) -> str:
 
 
 def _signature(side: _Side, call: Collective | None) -> object:
-    """Returns facts that are equal on all ranks of a group."""
+    """Returns the facts of a call that must be equal on all ranks of its group."""
     if call is None:
         return None
     root = side.trace.groups[call.group].ranks.index(call.root) if call.root >= 0 else -1
@@ -205,7 +205,7 @@ class _Stream:
 
 
 class _Order:
-    """Run of all recorded ranks without time: each stream goes on as far as its partners let it."""
+    """Untimed run of all recorded ranks: each stream goes on as far as its partners let it."""
 
     def __init__(self, traces: Mapping[int, Trace]) -> None:
         self._traces = traces
@@ -217,7 +217,7 @@ class _Order:
             for entry in trace.entries
             if isinstance(entry, RecordEvent)
         }
-        """Events that are recorded in this step. Others were in an earlier one."""
+        """Events that are recorded in this step. Others were recorded in an earlier one."""
         self._begun: set[tuple[int, int]] = set()
         """Communication that its stream has reached, by rank and number."""
         self._partners: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -267,7 +267,7 @@ class _Order:
                 self._partners[one] = [one, other]
 
     def _issue(self, rank: int) -> bool:
-        """Lets the host go on until it waits. Whether it has moved."""
+        """Advances the host until it waits. Returns whether it has moved."""
         host, has_moved = self._hosts[rank], False
         while host:
             entry = host[0]
@@ -287,7 +287,7 @@ class _Order:
         return not any(self._streams[key].entries for key in streams)
 
     def _can_pass(self, rank: int, stream: _Stream) -> bool:
-        """Whether a stream can go past its next entry. Notes that it has reached it."""
+        """Whether a stream can go past its next entry. Notes that the stream has reached that entry."""
         entry = stream.entries[0]
         stream.waits_for = None
         if isinstance(entry, RecordEvent):

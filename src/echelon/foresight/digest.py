@@ -9,9 +9,9 @@ from echelon.foresight.trace import Allocate, Collective, Entry, Free, Group, Ke
 
 
 def digest(trace: Trace) -> str:
-    """Returns 32 hexadecimal digits, the same for two ranks that could stand for each other.
+    """Returns 32 hexadecimal digits, the same for two ranks that can represent each other.
 
-    Groups count by their size and the distances of their ranks, messages with the places of both sides in the group.
+    Groups count by their name and the distances of their ranks, messages by the positions of both sides in the group.
     Lines, modules and the numbers of storages do not count.
     """
     found = hashlib.blake2b(digest_size=16)
@@ -28,7 +28,7 @@ def _facts(trace: Trace) -> Iterator[object]:
         if isinstance(entry, Free):
             freed.append(sizes.pop(entry.storage, 0))
             continue
-        # Storages that die together do so in any order, as those in the cache of autocast.
+        # Storages that are freed together are freed in any order, such as those of autocast's cache.
         if freed:
             yield sorted(freed)
             freed.clear()
@@ -57,7 +57,7 @@ def _fact(trace: Trace, entry: Entry) -> object:
         )
     if isinstance(entry, Message):
         group = trace.groups[entry.group]
-        # Both places, not their distance alone: stages in the middle of a pipeline do the same, but not at one time.
+        # Both positions, not only their distance: middle stages of a pipeline do the same, but at different times.
         places = [group.ranks.index(rank) for rank in (trace.rank, entry.peer) if rank >= 0]
         return *entry[:3], places, form(group), *entry[5:11]
     return tuple(value for name, value in zip(entry._fields, entry, strict=True) if name != "place")

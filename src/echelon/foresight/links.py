@@ -15,7 +15,7 @@ from echelon.foresight.play.device import Curve
 from echelon.launch.spawn import spawn
 
 BACKENDS = {"shared-memory": "shm", "loopback": "tcp"}
-"""Backends by the network that they are for ranks of one host."""
+"""Backend for each network between ranks of one host."""
 _RANKS = (1, 2, 4)
 _BYTES = (8, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _TURNS = 24
@@ -28,7 +28,7 @@ Act = Callable[[Tensor], dist.Work | None]
 def links(cores: int) -> dict[str, dict[str, Curve]]:
     """Returns the curves of each network, by kind and number of ranks, such as "all_reduce 2": (bytes, seconds).
 
-    The seconds are those of a processor that each rank has for itself. Ranks that share processors take longer by that.
+    The seconds are those of a rank with a processor of its own. Ranks that share processors take longer in proportion.
     """
     return {name: _link(backend, cores) for name, backend in BACKENDS.items()}
 
@@ -66,7 +66,7 @@ def _collectives() -> Mapping[str, Act]:
         dist.reduce_scatter(own[: len(whole) // size], list(whole.chunk(size)))
 
     def all_reduce(whole: Tensor) -> dist.Work:
-        # As of DDP, whose thread for it shares the interpreter with the program.
+        # Asynchronous as in DDP: the thread that runs it shares the interpreter with the program.
         work: dist.Work | None = dist.all_reduce(whole, async_op=True)
         assert work is not None
         return work
@@ -81,14 +81,14 @@ def _tensors(size: int) -> list[Tensor]:
 
 
 class _Disturbance:
-    """Work of a small model and of much memory, between two calls."""
+    """Work between two calls: a step of a small model, and a pass over much memory."""
 
     def __init__(self) -> None:
         self._model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
         self._memory = torch.ones(_DISTURBANCE // 4)
 
     def __call__(self) -> float:
-        """Returns the processor time that it has taken."""
+        """Does the work, and returns the processor time that it took."""
         begin = time.thread_time()
         self._model(torch.ones(1, 16)).sum().backward()
         self._memory.add_(1.0)
@@ -96,7 +96,7 @@ class _Disturbance:
 
 
 def _collective(act: Act, size: int, share: float) -> float:
-    """Returns the processor seconds by which a collective lengthens a step, where each rank has a share of one.
+    """Returns the processor seconds by which a collective lengthens a step. Each rank has `share` of a processor.
 
     They include the waking of ranks that sleep, and the wait for later ranks.
     """

@@ -2,9 +2,10 @@
 
 Strategy. As many processes run at once as ranks would on a host, because they share its memory and its caches. Each is
 a copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. Where each has
-a processor of its own, seconds are those of the clock, as the kernel's work in between delays a real step as well.
-Optimizers of all ranks begin at once, as after the last collective of a real step: they are bound by shared memory.
-A step is only timed where that is safe: it writes no file, has memory, and is ended when it takes too long.
+a processor of its own, seconds are wall time, because the operating system delays a real step as well. Otherwise they
+are processor time. Optimizers of all ranks begin at once, as after the last collective of a real step, because they
+share the memory's bandwidth. A step is only timed where that is safe: it writes no file, has enough memory, and is
+ended when it takes too long.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from echelon.simulation.process.random_state import cores_here
 
 _TIMING = Timing(steps=4, seconds=1.5)
 _MEETING = b"."
-"""Byte by which a timed rank tells that it is at an optimizer, and by which all go on."""
+"""Byte that a timed rank sends when it reaches an optimizer, and receives when all ranks may go on."""
 _DEADLINE = 300.0
-"""Seconds until timed processes are ended."""
+"""Seconds after which timed processes are ended."""
 _MEMORY_SHARE = 0.8
 """Share of the free memory that the tensors of timed processes may take."""
 
@@ -46,8 +47,8 @@ def measured(
 ) -> dict[int, Trace]:
     """Returns recorded steps with the seconds that they take here. Runs each of them with real tensors.
 
-    A step that cannot be timed, or calls something else where its tensors are real, is returned without seconds, and
-    says so.
+    A step that cannot be timed, or whose calls differ with real tensors, is returned without seconds. Its assumptions
+    say so.
 
     Args:
         request: the program.
@@ -97,7 +98,7 @@ def _peak(trace: Trace) -> int:
 
 
 def _free_memory() -> float:
-    """Returns the bytes that processes can take without swapping. Infinite if the system does not tell."""
+    """Returns the bytes that processes can take without swapping. Infinite if the system does not say."""
     with suppress(OSError, StopIteration), open("/proc/meminfo") as file:
         return 1024.0 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     return math.inf
@@ -124,7 +125,7 @@ def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -
             near, far = socket.socketpair()
             with far:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which have ended
+                    warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which have ended
                     try:
                         pid = os.fork()
                     except OSError:
@@ -132,7 +133,7 @@ def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -
                         raise
                 if not pid:
                     for line in (near, *(each.line for each in children)):
-                        line.close()  # or no rank would see that this process has ended
+                        line.close()  # else no rank would notice that the parent has ended
                     _be_rank(request, rank, calls[rank], cores[number % len(cores)], clock, far)
             children.append(_Child(rank, pid, near))
         return _reports(children)
@@ -155,7 +156,7 @@ class _Child(NamedTuple):
 
 
 def _reports(children: Sequence[_Child]) -> dict[int, list[float] | str]:
-    """Returns the first report of each rank. Until then they meet wherever an optimizer begins, as in a real run."""
+    """Returns the first report of each rank. Until then they wait for each other wherever an optimizer begins."""
     texts: dict[_Child, bytes] = dict.fromkeys(children, b"")
     waiting: set[_Child] = set()
     running = set(children)
@@ -197,7 +198,7 @@ def _be_rank(
 
     try:
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where memory is short after all, it ends and not its parent
+            file.write("1000")  # if memory runs out, this process is killed, not its parent
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
@@ -215,8 +216,8 @@ def _be_rank(
 
 
 def _medians(calls: Answers, warm_up: int) -> list[float]:
-    """Returns the median seconds before each call, of a step that takes the median of all steps."""
-    timed = calls[warm_up:] or calls[-1:]  # a program may end before
+    """Returns the median seconds before each call, scaled so that they add up to the median step."""
+    timed = calls[warm_up:] or calls[-1:]  # a program may end sooner
     found = [statistics.median(call.seconds for call in same) for same in zip(*timed, strict=True)]
     total = statistics.median(sum(call.seconds for call in step) for step in timed)
     return [seconds * total / (sum(found) or 1.0) for seconds in found]

@@ -18,7 +18,7 @@ KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer", "gradients", "activa
 """Kinds of tensors, from the bottom of a stack to its top: the state of training first, since it is always there."""
 
 NAMES: Mapping[MemoryKind, str] = {"optimizer": "optimizer state", "communication": "communication buffers"}
-"""Names of kinds in a legend, where they differ."""
+"""Names of kinds in a legend, where they differ from the kind."""
 
 TONES: Mapping[MemoryKind, Tone] = {
     "parameters": "compute",
@@ -28,11 +28,11 @@ TONES: Mapping[MemoryKind, Tone] = {
     "communication": "all_gather",
     "other": "recompute",
 }
-"""Colours of kinds: those of the steps that make them, where there are such steps."""
+"""Colours of kinds: those of the work that produces them, where there is such work."""
 
 _GIB = 1 << 30
 POINTS = 1000
-"""Intervals of a curve, of which each has two points at most. More are not seen in a picture."""
+"""Intervals of a curve, each with at most two points. A picture does not show more."""
 
 
 class Curve(NamedTuple):
@@ -71,7 +71,7 @@ class MemoryCurves(Mapping[int, Memory]):
 
     @property
     def fullest(self) -> int:
-        """Role with the highest peak of tensors. The lowest rank of several."""
+        """Rank of the role with the highest peak of tensors. The lowest rank if several have it."""
         return max(self.memories, key=lambda rank: (self.memories[rank].live_peak, -rank))
 
     def curve(self, rank: int | None = None, points: int = POINTS) -> Curve:
@@ -82,7 +82,7 @@ class MemoryCurves(Mapping[int, Memory]):
 
         Args:
             rank: any rank. None: the fullest role.
-            points: intervals of time, of which each has two points at most.
+            points: intervals of time, each with at most two points.
 
         Raises:
             LaunchError: there is no such rank.

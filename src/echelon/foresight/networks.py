@@ -26,7 +26,8 @@ def cluster_of(
             joined by the device's own links.
         device: The device of every rank.
         world_size: Number of ranks.
-        hosts: How many hosts of equal size, or the ranks of each. None: those of the network, else as many as needed.
+        hosts: Number of hosts of equal size, or number of ranks of each. None: those of the network, else as many as
+            needed.
         rails: Networks between hosts, see `Cluster`.
         oversubscription: See `Cluster`.
 

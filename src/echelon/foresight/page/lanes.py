@@ -1,4 +1,4 @@
-"""Lanes of a role's step for a picture, in which neighbouring kernels are joined to blocks that name lines."""
+"""Lanes of a role's step for a picture, in which neighbouring kernels are joined into blocks that name lines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from echelon.timeline.widget.data import Part, Piece, Words
 # A repeated block of a model, such as "layers.3" of "layers.3.attention.wq".
 _REPEATED = re.compile(r"(.*?\.\d+)(?:\.|$)")
 _SEEN = 1e-2
-"""Share of the step that a stream computes at least. With less its lane would look empty."""
+"""Share of the step that a stream must compute to have a lane. With less the lane would look empty."""
 
 _LONGEST = 200
-"""Characters of a text at most, since a page has thousands of texts."""
+"""Most characters of a text, since a page has thousands of texts."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Block:
         start: Seconds since the start of the step.
         end: Seconds since the start of the step.
         hue: Phase of kernels, kind of communication, or "exposed".
-        parts: (name, seconds) of each kernel or communication, where the name has its line.
-        first: Module of the first one, up to its number.
-        last: Module of the last one, up to its number.
+        parts: (name with line, seconds) of each kernel or communication.
+        first: Module of the first kernel, up to its number.
+        last: Module of the last kernel, up to its number.
     """
 
     start: float
@@ -72,7 +72,7 @@ class Lane(NamedTuple):
     blocks: tuple[Block, ...]
     """Blocks to draw."""
     parts: tuple[Block, ...]
-    """The same joined to fewer, which have a text each."""
+    """The same blocks joined into fewer, each with a text."""
 
     def for_browsers(self, seconds: float, head: str) -> Row:
         """Returns the row of a page whose axis shows `seconds`. `head` stands above it."""
@@ -94,8 +94,8 @@ def lanes_of(role: PlayedRole, most: int, most_parts: int) -> list[Lane]:
 
     Args:
         role: the step.
-        most: blocks of a lane at most. Neighbours are joined until there are as few.
-        most_parts: parts of a lane at most.
+        most: most blocks of a lane. Neighbours are joined until there are so few.
+        most_parts: most parts of a lane.
     """
     rows = [
         ("compute" if stream == 0 else f"stream {stream}", blocks)
@@ -113,7 +113,7 @@ def lanes_of(role: PlayedRole, most: int, most_parts: int) -> list[Lane]:
 
 
 def joined(blocks: Sequence[Block], most: int) -> list[Block]:
-    """Returns blocks in order with neighbours joined, `most` at most.
+    """Returns at most `most` blocks in order, with neighbours joined.
 
     Neighbours of one hue and module are joined first, then short neighbours of one hue, then any short ones.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _BLOCKS, _PARTS = 24_000, 2_500
-"""Blocks of all lanes, and their parts with a text, so that the file stays below 1 MB."""
+"""Most blocks of all lanes, and most parts with a text, so that the file stays below 1 MB."""
 _ROLES = 16
 """Roles whose lanes are shown."""
 _LINES = 40

@@ -87,7 +87,7 @@ class CachingAllocator:
         self.reserved = 0
         self.peak = 0
         self.retries = 0
-        """Times that the device was full and free segments were given back. Each one waits for all kernels."""
+        """Times that the device was full and free segments were given back, which waits for all kernels."""
         self._limit = limit
         self._expandable = expandable
         self._free: dict[tuple[int, bool], list[_Slot]] = defaultdict(list)
@@ -146,7 +146,7 @@ class CachingAllocator:
         return _Block(segment, pool, self._new_number())
 
     def _extend(self, pool: tuple[int, bool], size: int) -> _Block | None:
-        """Maps more pages behind a pool's segment, after the free block at its end."""
+        """Maps more pages at the end of a pool's segment, behind the free block there."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         last = self._ends.get(pool)
         at_end = last is not None and last.is_free
@@ -172,7 +172,7 @@ class CachingAllocator:
         return True
 
     def _give_back(self) -> None:
-        """Returns wholly free segments to the device."""
+        """Gives wholly free segments back to the device."""
         for block in list(self._blocks.values()):
             if self._expandable:
                 page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
@@ -203,7 +203,7 @@ class CachingAllocator:
 
     def _split(self, block: _Block, size: int) -> None:
         rest = block.size - size
-        # The rest of a small block is kept if it holds anything, that of a large one above 1 MiB.
+        # The rest of a small or expandable block is kept from 512 bytes on, that of another block above 1 MiB.
         keeps = rest >= MIN_BLOCK if block.pool[1] or self._expandable else rest > SMALL
         if not keeps:
             return
@@ -247,8 +247,8 @@ class CachingAllocator:
 def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) -> Memory:
     """Returns the memory of a recorded step on a device of `limit` bytes.
 
-    A program's first step is played before it, because it leaves its mark: the optimizer's state comes into being at
-    its end, between blocks that are free then, and later requests do not find these blocks whole.
+    The program's first step is played before it, because it fragments the memory: the optimizer's state is allocated at
+    its end, in blocks that are free then, and later requests do not find these blocks whole.
     """
     allocator = CachingAllocator(limit, expandable)
     failure = _warm_up(allocator, trace)
@@ -305,7 +305,7 @@ def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) 
 
 
 def _warm_up(allocator: CachingAllocator, trace: Trace) -> int:
-    """Plays a first step, and leaves the storages that are alive when the second one begins.
+    """Plays a first step, and leaves allocated the storages that are alive when the second one begins.
 
     Returns the index of the first entry that does not fit. -1 if all do.
     """

@@ -21,7 +21,7 @@ class Placement(NamedTuple):
     num_ranks: int
     num_hosts: int
     per_host: int
-    """Members on the host that has fewest."""
+    """Members on the host with the fewest of them."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,22 @@ class Cluster:
     """Hosts with devices, and their network.
 
     Args:
-        hosts: Ranks of each host, in the order of the ranks.
+        hosts: Number of ranks of each host, in the order of the ranks.
         bandwidth: Bytes per second that a rank sends to other hosts, by all of its NICs.
         latency: Seconds between hosts for a message without bytes.
         local_bandwidth: Bytes per second of a ring inside a host.
         local_latency: Seconds between ranks of a host for a message without bytes.
-        rails: Networks between hosts to which NICs are joined, one after another. NICs of equal place on their hosts
+        rails: Number of networks between hosts, which a host's NICs join in turn: NICs of equal position on their hosts
             share a rail. 0 for a single network that joins all NICs.
-        oversubscription: Bytes per second that all ranks of a host can send by `bandwidth`, by those that leave it. 2
-            for hosts that have a NIC for every two ranks, or a switch with half as much bandwidth to other switches.
+        oversubscription: Sum of `bandwidth` over the ranks of a host, divided by the bytes per second that can leave
+            it. 2 for a NIC for every two ranks, or for a switch with half as much bandwidth to other switches.
         links: Measured times of communication on one host, see `Device`. Empty if none were measured.
-        overheads: Measured times that hosts take for communication, which a network between them adds to, likewise.
+        overheads: Measured times of the hosts' own work for communication, in the form of `links`. A network between
+            hosts adds its time.
         generation: Row of NCCL's tuning tables, as in `Device`. "" for links without NCCL.
 
     Raises:
-        LaunchError: an argument that no cluster has.
+        LaunchError: an argument is out of range.
     """
 
     hosts: tuple[int, ...]
@@ -101,7 +102,7 @@ class Cluster:
         return (rank - self._first_of(rank)) % self.rails if self.rails else 0
 
     def nic_of(self, src: int, dst: int) -> int:
-        """Returns the rank whose NIC a message to another host leaves by: with rails, one on the receiver's rail."""
+        """Returns the rank through whose NIC a message leaves the host. With rails, it is on the receiver's rail."""
         if self.rail_of(src) == self.rail_of(dst):
             return src
         first = self._first_of(src)
@@ -114,14 +115,14 @@ class Cluster:
 
     @cached_property
     def uplink(self) -> float:
-        """Bytes per second that leave the smallest host."""
+        """Bytes per second that can leave the smallest host."""
         return min(self.hosts) * self.bandwidth / self.oversubscription
 
     def ring_bandwidth(self, placement: Placement) -> float:
         """Returns the bytes per second that pass between neighbours of a ring, over all of its channels.
 
-        Each channel leaves a host by another NIC, so a group with g members on each host uses g of them. Other groups
-        are not there.
+        Each channel leaves a host by another NIC, so a group with g members on each host uses g of them. Traffic of
+        other groups is left out.
         """
         if placement.num_hosts == 1:
             return self.local_bandwidth
@@ -130,11 +131,11 @@ class Cluster:
 
 
 def hosts_of(world_size: int, hosts: int | Sequence[int] | None, per_host: int) -> tuple[int, ...]:
-    """Returns the ranks of each host.
+    """Returns the number of ranks of each host.
 
     Args:
         world_size: Number of ranks.
-        hosts: Number of hosts of equal size, or the ranks of each. None: as many as devices of a host need.
+        hosts: Number of hosts of equal size, or number of ranks of each. None: as many full hosts as are needed.
         per_host: Devices of a host.
 
     Raises:

@@ -1,7 +1,7 @@
 """Time of collectives and messages on a cluster. Pure.
 
-With NCCL: each algorithm (ring, tree) and protocol (LL, LL128, Simple) has a latency and a bandwidth. The fastest one
-counts, as NCCL chooses. Latencies and ratios are those of NCCL's own tuning (NVIDIA/nccl at 5067397c,
+With NCCL: each algorithm (ring, tree) and protocol (LL, LL128, Simple) has a latency and a bandwidth. The fastest pair
+is used, as NCCL chooses. Latencies and ratios are those of NCCL's own tuning (NVIDIA/nccl at 5067397c,
 src/graph/tuning.cc: measured by its authors). NVLS, CollNet and PAT are left out.
 
 Without NCCL: a ring or a binary tree of messages, by their closed forms (latency alpha, seconds per byte beta).
@@ -23,7 +23,7 @@ _US = 1e-6
 
 
 class Protocol(NamedTuple):
-    """Latencies and ratios of one protocol of NCCL, in seconds."""
+    """Latencies, in seconds, and ratios of bandwidth of one protocol of NCCL."""
 
     tree_base: float
     ring_base: float
@@ -32,7 +32,7 @@ class Protocol(NamedTuple):
     tree_remote: float
     ring_remote: float
     ring_share: float
-    """Share of the ring's bandwidth: LL sends a flag with 4 bytes of data, LL128 with 120 of 128."""
+    """Share of the ring's bandwidth: LL sends a flag with every 4 bytes of data, LL128 with every 120 bytes."""
     tree_share: float
 
 
@@ -47,20 +47,20 @@ LL_MOST: Mapping[str, tuple[float, float, float]] = {
     "ampere": (87.7e9, 22.5e9, 19.0e9),
     "hopper": (141.0e9, 45.0e9, 35.0e9),
 }
-"""Most bytes per second of LL on one host, two and more. NCCL's llMaxBws."""
+"""Most bytes per second of LL on one host, on two, and on more. NCCL's llMaxBws."""
 
 RING_PLATEAU = 1.4
-"""Latency of a ring all-reduce by Simple between hosts, by the sum of its steps. NCCL's "plateau effect"."""
+"""Latency of a ring all-reduce by Simple between hosts, divided by the sum of its steps. NCCL's "plateau effect"."""
 
 RING_CHANNELS = 24
-"""Channels of a ring inside a host, on NVSwitch. Each passes an equal part of its bandwidth."""
+"""Channels of a ring inside a host, on NVSwitch. Each passes an equal part of the ring's bandwidth."""
 
 _MESSAGE_CHANNELS = 32
-"""Channels for messages of all peers of a rank on its host: the next power of two."""
+"""Channels for messages with all peers on a rank's host: `RING_CHANNELS`, rounded up to a power of two."""
 _CHANNEL_BYTES = 16 << 20
-"""Bytes of a message inside a host that one channel passes at most, while more are free."""
+"""Most bytes of a message inside a host that one channel passes while others are free."""
 _CHANNEL_NETWORK = 14e9
-"""Bytes per second between hosts for which NCCL gives a peer one channel, and at least two."""
+"""Bytes per second between hosts for each of which NCCL gives a peer one channel. It gives at least two."""
 
 ONE_WAY = ("all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter")
 KINDS = (*ONE_WAY, "all_reduce", "all_to_all", "barrier", "broadcast_rows")
@@ -71,24 +71,24 @@ _LIKE = {"broadcast": "all_gather", "broadcast_rows": "all_gather", "scatter": "
     "reduce": "reduce_scatter",
     "all_to_all": "all_gather",
 }
-"""Kinds of communication that take about as long as one that is measured: they move as many bytes."""
+"""Measured kind for each kind that takes about as long, because it moves as many bytes."""
 
 
 class Cost(NamedTuple):
-    """Time of a collective, and the way that it takes."""
+    """Time of a collective or message, its algorithm, and its shares of links and multiprocessors meanwhile."""
 
     seconds: float
     algorithm: str
     protocol: str
     """"" without NCCL."""
     local: float = 0.0
-    """Share that it takes of the bandwidth of each member's links inside its host, meanwhile: 0 to 1."""
+    """Share that it takes of the bandwidth of each member's links inside its host: 0 to 1."""
     nic: float = 0.0
     """Share that it takes of each member's bandwidth to other hosts."""
     uplink: float = 0.0
     """Bytes that leave the host for each member on it, divided by the bytes that the member could send alone."""
     blocks: float = 1.0
-    """Multiprocessors that it takes from kernels, divided by a collective's."""
+    """Multiprocessors that it takes from kernels, divided by those that a collective takes."""
 
 
 def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:
@@ -98,11 +98,11 @@ def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes
         cluster: The cluster.
         kind: Kind of collective, one of `KINDS`.
         placement: The group's distribution over hosts.
-        num_bytes: Bytes of the whole array: the output of an all-gather, the input of a reduce-scatter, the bytes that
-            a rank gives into an all-to-all.
+        num_bytes: Bytes of the whole array: the output of an all-gather, the input of a reduce-scatter, a rank's input
+            of an all-to-all.
 
     Raises:
-        EchelonError: a kind without formula.
+        EchelonError: the kind has no formula.
     """
     return _cost(cluster, kind, placement, num_bytes)
 
@@ -159,7 +159,7 @@ def message_cost(cluster: Cluster, src: int, dst: int, num_bytes: float, group: 
         blocks = min(1.0, channels / RING_CHANNELS)
         if is_local:
             bandwidth *= blocks
-        # On rails of their own, data first goes to the neighbour on the host whose NIC is on the right rail.
+        # With rails, data first goes to the rank of the same host whose NIC is on the receiver's rail.
         elif cluster.nic_of(src, dst) != src:
             latency += simple.ring_local
             local = bandwidth / cluster.local_bandwidth
@@ -175,8 +175,8 @@ def message_cost(cluster: Cluster, src: int, dst: int, num_bytes: float, group: 
 def _message_channels(cluster: Cluster, placement: Placement, num_bytes: float) -> int:
     """Returns the channels of a message, as NCCL chooses them (v2.18, src/enqueue.cc and graph/paths.cc).
 
-    A communicator has as many for each peer, so one of several hosts has few. Of 28 MB between 8 GPUs of a host, 4
-    channels make 0.75 ms on A100. Qi et al. (2024, table 9) measured 0.60 to 0.76 ms.
+    A communicator has the same number for every peer, so one that spans hosts has few. For 28 MB between 8 GPUs of a
+    host, 4 channels make 0.75 ms on A100. Qi et al. (2024, table 9) measured 0.60 to 0.76 ms.
     """
     if placement.num_hosts > 1:
         needed = min(_MESSAGE_CHANNELS, max(2, math.ceil(cluster.bandwidth / _CHANNEL_NETWORK)))
@@ -190,9 +190,9 @@ def _message_channels(cluster: Cluster, placement: Placement, num_bytes: float) 
 
 
 def measured_seconds(links: Mapping[str, Curve], kind: str, num_ranks: int, num_bytes: float) -> float:
-    """Returns the time of a kind of communication that was measured with some numbers of ranks. 0 if it was not.
+    """Returns the time of communication from measurements with some numbers of ranks. 0 if its kind has none.
 
-    Between two numbers of ranks, and beyond the largest, it is linear in their logarithm.
+    Between two numbers of ranks, and beyond the largest, the time is linear in the logarithm of the number.
     """
     kind = _LIKE.get(kind, kind)
     curves = {int(name.rpartition(" ")[2]): curve for name, curve in links.items() if name.startswith(f"{kind} ")}
@@ -251,11 +251,11 @@ class _Way(NamedTuple):
     algorithm: str
     protocol: str
     moved: float
-    """Bytes that pass between neighbours, with what the protocol adds to them."""
+    """Bytes that pass between neighbours, with the protocol's overhead."""
 
 
 def _all_to_all(cluster: Cluster, placement: Placement, num_bytes: float) -> Cost:
-    """An exchange with every other rank: inside the host and between hosts at once, each by its own links."""
+    """Returns the cost of an exchange with all ranks, inside the host and between hosts at once, on separate links."""
     ranks, hosts, per_host = placement
     local = (ranks / hosts - 1) * num_bytes / ranks
     remote = num_bytes * (ranks - 1) / ranks - local
@@ -278,7 +278,7 @@ def _plain(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) 
     ranks = placement.num_ranks
     is_local = placement.num_hosts == 1
     latency, bandwidth = _link(cluster, is_local)
-    # The ranks of a host share its link if their rings are one: neighbours on the same host use the local one.
+    # Most neighbours are on the same host, and use local links: so the ranks of a host need not divide its link.
     rounds = math.ceil(math.log2(ranks))
     ways = 2 if kind == "all_reduce" else 1
     if kind in ("broadcast", "reduce", "broadcast_rows"):

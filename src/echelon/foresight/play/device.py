@@ -1,7 +1,7 @@
 """Time of kernels on a device, by their shapes. Pure.
 
-A matrix product is cut into tiles, which the multiprocessors work off in waves. A wave with few tiles takes as long as
-a full one. Each tile also pays for its start and for the writing of its result, so a short inner dimension costs.
+A matrix product is cut into tiles, which the multiprocessors compute in waves. A wave with few tiles takes as long as a
+full one. Each tile also pays for its start and for the writing of its result, so a short inner dimension is slower.
 Attention reaches a share of the peak that grows with the length of the sequence. Every other kernel is as fast as
 memory. No kernel is shorter than its launch on the device.
 """
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     share: float
-    """Throughput with such tiles, by that with the largest: a smaller tile reuses each loaded number less often."""
+    """Throughput relative to the largest tiles: a smaller tile reuses each loaded number less often."""
 
 
 TILES = (
@@ -51,21 +51,21 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of parts into which the inner dimension is cut, so that few tiles fill all multiprocessors."""
 
 ROUGH_PASSES: Mapping[str, float] = {
-    # Two kernels: one for the input's gradient, one that reads both inputs again for those of weight and bias.
+    # Two kernels: one for the input's gradient, one that reads both inputs again for the gradients of weight and bias.
     "native_layer_norm_backward": 5 / 3,
     # The indices are sorted, and rows are added in two passes.
     "embedding_dense_backward": 2.0,
 }
-"""Bytes that a kernel moves, by its inputs and outputs, for operators that pass over their inputs several times."""
+"""Bytes that a kernel moves, divided by its inputs and outputs, for operators that read their inputs several times."""
 
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
-"""Points of a function, by their abscissae, which are above 0. Between them it is a power."""
+"""Points (x, y) of a function in order of x, which is above 0. Between two points it is a power law."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or a CPU core, as its kernels see it.
+    """Model of a GPU, or of a CPU core.
 
     Args:
         name: Name in tables, such as "h100".
@@ -84,16 +84,15 @@ class Device:
         communication_sms: Multiprocessors that a collective takes from kernels.
         generation: Row of NCCL's tuning tables: "ampere", "hopper", or "" for devices without NCCL.
         is_synchronous: Whether the host computes the kernels itself, as on a CPU.
-        curves: Measured times, for a device that was calibrated; then no constant above counts for kernels. By the name
-            of an operator, or "add" for others: (bytes moved, seconds). "attention", "attention_backward": (FLOPs,
-            seconds). "matmul_m", "matmul_n", "matmul_k": (length of this side, seconds for a FLOP), the others long.
+        curves: Measured times of a calibrated device, which replace the constants above for kernels. By the name of an
+            operator, or "add" for others: (bytes moved, seconds). "attention", "attention_backward": (FLOPs, seconds).
+            "matmul_m", "matmul_n", "matmul_k": (length of this side, seconds for a FLOP), with the other sides long.
         networks: Measured (latency, bytes per second) of networks by name, in place of the general table.
-        links: Measured times of communication between ranks of a host, by the name of the network, and there by kind
-            and number of ranks, such as "all_reduce 2": (bytes, seconds of a processor for each rank).
+        links: Measured times of communication between ranks of a host, by the name of the network, then by kind and
+            number of ranks, such as "all_reduce 2": (bytes, processor seconds of each rank).
         machine: Kind of machine that was calibrated. On another one of its kind, a program's kernels can be timed.
-        spread: Standard deviation of the speed of devices of this kind, by their mean.
-        slowest_of: Devices of which the slowest reaches the shares of the peak: that many took part when they were
-            measured.
+        spread: Standard deviation of the speed of devices of this kind, divided by their mean.
+        slowest_of: Number of devices in the measurement of the shares of the peak, which are those of the slowest one.
         cores: Processors that the ranks of a host share, if `is_synchronous`. 0: each rank has its own.
         sources: Source of each constant.
     """
@@ -131,9 +130,9 @@ class Device:
         return self.peak.get(dtype) or self.peak["float32"]
 
     def slowest(self, num_devices: int) -> Device:
-        """Returns the slowest of several devices of this kind, which the others wait for in each step.
+        """Returns the slowest of several devices of this kind, for which the others wait in each step.
 
-        Their speeds are taken to be normal, with the deviation `spread`.
+        Their speeds are assumed to be normally distributed, with the deviation `spread`.
         """
         if not self.spread:
             return self
@@ -160,7 +159,7 @@ class Device:
     def memory_seconds(
         self, name: str, num_bytes: float, launches: int = 1, flops: float = 0, dtype: str = "float32"
     ) -> float:
-        """Returns the time of a kernel that is bound by memory, or a group of such kernels."""
+        """Returns the time of a kernel that is bound by memory, or of a group of such kernels."""
         passes = ROUGH_PASSES.get(name, 1.0)
         moving = passes * num_bytes / (self.memory_bandwidth * self.memory_share)
         computing = flops / (self.peak_of(dtype) * self.matmul_share) if flops else 0.0
@@ -180,7 +179,7 @@ def _expected_maximum(number: int) -> float:
 def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: int) -> float:
     """Returns the time of `batch` products of (m, k) by (k, n) matrices.
 
-    The fastest tile size and the fastest split of the inner dimension count, as a library chooses them by trial.
+    Tile size and split of the inner dimension are the fastest ones, as a library finds them by trial.
     """
     itemsize = ITEMSIZES.get(dtype, 4)
     moved = itemsize * batch * (m * k + k * n + m * n)
@@ -206,17 +205,17 @@ def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: in
 HALF_LENGTH = 600
 """Length of a sequence at which attention reaches half of its throughput on long ones.
 
-By the figures of FlashAttention-2 (Dao, 2023, figure 4: A100, causal, head dimension 128, forward and backward), which
-are 87, 115, 143, 163, 179 and 189 TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k tokens.
+From FlashAttention-2 (Dao, 2023, figure 4: A100, causal, head dimension 128, forward and backward), which reports
+87, 115, 143, 163, 179 and 189 TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k tokens.
 """
 
 SMALL_HEAD = 0.9
-"""Throughput of attention with a head dimension of 64 or less, by that of 128. From the same figure."""
+"""Throughput of attention with a head dimension of 64 or less, relative to 128. From the same figure."""
 
 
 @lru_cache(maxsize=100_000)
 def attention_seconds(device: Device, dtype: str, flops: float, queries: int, keys: int, head_dim: int) -> float:
-    """Returns the time of fused attention of `flops` operations, with masked parts left out."""
+    """Returns the time of fused attention. `flops` leaves masked parts out."""
     length = min(queries, keys)
     share = device.attention_share * length / (length + HALF_LENGTH)
     if head_dim <= 64:
@@ -235,7 +234,7 @@ def _measured(curves: Mapping[str, Curve], kernel: Kernel) -> float:
 
 
 def value_at(curve: Curve, at: float) -> float:
-    """Returns the value of a curve. Before its first point it is constant, after the last one it goes on as before."""
+    """Returns the value of a curve. It is constant before its first point, and extrapolated after the last one."""
     index = min(max(bisect_left(curve, (at, 0.0)), 1), len(curve) - 1)
     (x0, y0), (x1, y1) = curve[index - 1], curve[index]
     if at < curve[0][0]:

@@ -37,7 +37,7 @@ _SPREAD = 0.0148
 """Standard deviation of the speed of GPUs of one kind.
 
 Sinha et al. (SC22, arXiv 2208.11035) measured five clusters: the whiskers of their box plots are 8 % of the median
-apart on average, which are 5.4 standard deviations.
+apart on average, which is 5.4 standard deviations.
 """
 
 _A100 = Device(
@@ -123,7 +123,7 @@ def device_named(name: str) -> Device:
     """Returns a device of the table.
 
     Raises:
-        LaunchError: there is none of that name.
+        LaunchError: no device has that name.
     """
     if name not in DEVICES:
         raise LaunchError(f"gpu={name!r}: {choices(name, DEVICES)}, or a calibration file")

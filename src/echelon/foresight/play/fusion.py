@@ -1,4 +1,4 @@
-"""Compiled kernels, approximated: runs of elementwise kernels and reductions become one each. Pure.
+"""Compiled kernels, approximated: each run of elementwise kernels and reductions becomes one kernel. Pure.
 
 torch.compile joins operators between matrix products, attention and communication. The joined kernel reads each tensor
 that was not made inside the run once, and writes each that is used after it. Tensors that live only inside the run need
@@ -32,7 +32,7 @@ NOT_FUSED = (
     "_log_softmax",
     "nll_loss",
 )
-"""Beginnings of the names of operators that stay as they are."""
+"""Prefixes of the names of operators that stay as they are."""
 
 
 def fuse(trace: Trace) -> Trace:

@@ -1,4 +1,4 @@
-"""A job as both players begin it: programs of its roles, meetings, places of its ranks, and links. Pure."""
+"""A job as both players get it: programs of its roles, meetings, hosts of its ranks, and links. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Price(NamedTuple):
 
     cost: Cost
     shares: Shares
-    """Links that the rank takes."""
+    """Shares that the rank takes of its links."""
 
 
 class Job:

@@ -2,9 +2,9 @@
 
 Each communication takes a share of the links that it uses: its bytes there, divided by the bytes that the link could
 pass in the same time. While the shares of a link add up to more than 1, all of its communication is slowed down alike,
-so that the link is full. A communication is as slow as on its fullest link.
+so that the link is just full. A communication is as slow as on its fullest link.
 
-A role stands for a class of ranks that do the same at the same time. Each has its own NIC and its own links inside the
+A role represents a class of ranks that do the same at the same time. Each has its own NIC and its own links inside the
 host, so these are counted once for a role, however many groups of its kind there are. All ranks of a host share its
 uplink: there a role counts for as many ranks as it has on that host. Hosts with equal roles are counted once.
 """
@@ -20,7 +20,7 @@ from echelon.foresight.play.collectives import Cost
 from echelon.foresight.trace import Collective, Message
 
 _FULL = 1 + 1e-9
-"""Sum of shares above which a link is too full. Rounding leaves such rests."""
+"""Sum of shares above which a link is too full, with a margin for rounding."""
 
 
 class Link(NamedTuple):
@@ -70,9 +70,9 @@ class Links(Generic[_Flow]):
                     yield Link("uplink", number, way), share * cost.uplink
 
     def begin(self, flow: _Flow, shares: Shares) -> list[tuple[_Flow, float]]:
-        """Adds communication. Returns it and others of which the rate has changed, with their rates.
+        """Adds communication. Returns it and the others whose rates have changed, with their rates.
 
-        A rate is the speed by that of the same communication alone.
+        A rate is the speed relative to the same communication alone.
         """
         for link, share in shares:
             flows = self._flows[link]
@@ -84,14 +84,14 @@ class Links(Generic[_Flow]):
         return [(flow, rate), *self._changed(full)] if full else [(flow, rate)]
 
     def end(self, flow: _Flow) -> list[tuple[_Flow, float]]:
-        """Removes communication. Returns the rest of which the rate has changed, with their rates."""
+        """Removes communication. Returns the others whose rates have changed, with their rates."""
         shares = self._shares.pop(flow)
         del self._rates[flow]
         full = [link for link, _ in shares if self._loads[link] > _FULL]
         for link, _ in shares:
             flows = self._flows[link]
             if flows.pop(flow, None) is not None:
-                # Added anew, so that rounding does not add up over a step.
+                # Summed again, so that rounding errors do not add up over a step.
                 self._loads[link] = sum(flows.values())
         return self._changed(full) if full else []
 

@@ -35,9 +35,9 @@ class CommunicationSpan(NamedTuple):
     entry: int
     """Index in the trace."""
     ready: float
-    """Time at which this rank has come."""
+    """Time at which this rank has arrived."""
     start: float
-    """Time at which all have come."""
+    """Time at which all members have arrived."""
     end: float
     algorithm: str
     protocol: str
@@ -60,11 +60,11 @@ class Shares(NamedTuple):
     kernels: Mapping[str, float]
     """Kernels that have the device to themselves, by kind: "matmul", "attention", "other"."""
     contention: float
-    """Time that kernels take longer, because communication or other ranks use a part of the device."""
+    """Extra time of kernels, because communication or other ranks use a part of the device."""
     exposed: float
     """Communication that no kernel hides."""
     waiting: float
-    """Nothing runs, and a stream waits for other ranks to come to a communication."""
+    """Nothing runs, and a stream waits for other ranks to arrive at a communication."""
     idle: float
     """Nothing runs for another reason: the host has not launched the next kernel yet."""
 
@@ -85,15 +85,15 @@ class PlayedRole:
     seconds: float
     runs: tuple[RunSpan, ...]
     communication: tuple[CommunicationSpan, ...]
-    """By start."""
+    """In the order of their starts."""
     hosts: tuple[float, ...]
     """Time of the host before each operation, and at the end."""
     waits: tuple[tuple[float, float], ...] = ()
-    """Intervals in which a stream waits until the other sides of a communication come, by start."""
+    """Intervals in which a stream waits until the other sides of a communication arrive, by start."""
 
     @cached_property
     def computing(self) -> tuple[tuple[float, float], ...]:
-        """Intervals in which any stream computes. Intervals that touch are one."""
+        """Intervals in which any stream computes. Intervals that touch are merged."""
         merged: list[tuple[float, float]] = []
         for run in sorted(self.runs, key=lambda run: run.start):
             if merged and run.start <= merged[-1][1]:
@@ -131,7 +131,7 @@ class PlayedRole:
         """Seconds in which no kernel runs and communication does, by group and line.
 
         While several communications run, the time counts for the one that started first. Time before all members have
-        come is no communication.
+        arrived does not count.
         """
         found: dict[Exposed, float] = defaultdict(float)
         for span, start, end in self.exposed_parts:
@@ -164,7 +164,7 @@ class PlayedRole:
 
     @cached_property
     def waiting(self) -> float:
-        """Seconds in which no kernel runs and a stream waits until the other sides of a communication come."""
+        """Seconds in which no kernel runs and a stream waits until the other sides of a communication arrive."""
         gaps, at, covered, total = self._gaps(), 0, 0.0, 0.0
         for start, end in self.waits:
             start, covered = max(start, covered), max(covered, end)
@@ -287,7 +287,7 @@ class Played:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs by the FLOPs of all devices at their dense bfloat16 peak in the same time."""
+        """Model FLOPs, divided by the FLOPs of all devices at their dense bfloat16 peak in the same time."""
         peak = self.device.peak_of("bfloat16") * self.world_size
         return self.model_flops / (self.seconds * peak) if self.seconds else 0.0
 
@@ -305,7 +305,7 @@ class Played:
     def bubble(self) -> float:
         """Share of a step in which a device computes nothing because it waits for messages, 0 to 1: mean of all ranks.
 
-        0 without messages. The messages' own time is no part of it, but exposed communication.
+        0 without messages. The messages' own time counts as exposed communication instead.
         """
         if not self.bubbles or not self.seconds:
             return 0.0
@@ -322,7 +322,7 @@ class Played:
         return {rank: memory_of(role.program.trace, limit, expandable) for rank, role in self.roles.items()}
 
     def timeline(self, *, kernels: bool = False) -> Timeline:
-        """Returns a timeline with a row for each role: its default stream, beside it other streams and groups.
+        """Returns a timeline with a row for each role: its default stream, with other streams and groups beside it.
 
         Args:
             kernels: Whether each kernel is a span. Otherwise a phase, such as backward, is one.

@@ -1,16 +1,15 @@
 """Recorded steps played on a model of devices and their network. Pure.
 
 Strategy: every role has a host, streams, and queues of communication, one for each group as in NCCL. The host goes
-through its operations in order and puts them on streams and queues. It waits only where the program lets it wait. A
-stream or queue does its operations in order. One that waits keeps a backlog, and goes on when the awaited event has got
-its time. An operation is done as soon as its times are known.
+through its operations in order and puts them on streams and queues. It waits only where the program makes it wait. A
+stream or queue does its operations in order. While it waits it keeps a backlog, and it goes on as soon as the time of
+the awaited event is known. An operation is done as soon as its times are known.
 
 The end of kernels on the default stream depends on the communication beside them and on kernels of other streams, and
 that of communication on other communication on its links. These ends are found in the order of time, by a queue of
-events: communication takes multiprocessors, begins or ends, kernels end. Communication takes multiprocessors from the
-time on at which its own rank has come, as NCCL's kernels do, which wait on the device. At each event, kernels and
-communication under way on the same device and links get new rates. If no event is left and something waits, the
-program is in a deadlock.
+events: communication takes multiprocessors, begins or ends, kernels end. Communication takes multiprocessors as soon as
+its own rank has arrived, as NCCL's kernels do, which wait on the device. At each event, kernels and communication under
+way on the same device and links get new rates. If no event is left and something waits, the program is in a deadlock.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def play(
 
 
 class _Ready:
-    """Event that the stream of a communication's call sets."""
+    """Event that a stream sets when it reaches a call of communication."""
 
 
 _READY = _Ready()
@@ -98,7 +97,7 @@ class _Work:
         self.since = since
         self.rate = 1.0
         self.version = 0
-        """Number of changes of the rate. The end that was foreseen before a change is none."""
+        """Number of changes of the rate. An end that was queued before a change is void."""
 
     def change(self, time: float, rate: float) -> None:
         """Goes on at another rate."""
@@ -126,7 +125,7 @@ class _Gathering(_Work):
         self.taken: list[_Taken] = []
         self.shares: list[tuple[Link, float]] = []
         self.start = 0.0
-        """Time at which the last one so far has come."""
+        """Time of the latest arrival so far."""
         self.end_time = 0.0
         self.is_done = False
         self.cost: Cost | None = None
@@ -137,7 +136,7 @@ class _Taken(NamedTuple):
 
     role: _Role
     number: int
-    """Number among the role's, so that no two are equal."""
+    """A number of its own, so that no two are equal."""
     left: float
     """Share of the device that is left to kernels."""
 
@@ -172,7 +171,7 @@ class _Role:
         self.calls: Counter[object] = Counter()
         """Number of messages so far, by their channel and side."""
         self.joined: dict[tuple[int, int], _Gathering] = {}
-        """By operation and its part."""
+        """Gatherings by operation and part."""
         self.kernels: _Kernels | None = None
         """Kernels under way on the default stream."""
         self.num_waiting = 0
@@ -186,9 +185,9 @@ class _Role:
         self.runs: list[RunSpan] = []
         self.communication: list[CommunicationSpan] = []
         self.met: dict[int, float] = {}
-        """Times at which all sides of a communication have come, by its entry."""
+        """Times at which all sides of a communication have arrived, by its entry."""
         self.waits: list[tuple[float, float]] = []
-        """Intervals in which a stream waits until the other sides of a communication come."""
+        """Intervals in which a stream waits until the other sides of a communication arrive."""
 
     def stream(self, number: int) -> _Line:
         line = self.streams.get(number)
@@ -203,7 +202,7 @@ class _Role:
         return line
 
 
-# At one time, what ends makes room before the next begins.
+# Order of events at the same time: ends make room before the next work begins.
 _END, _STREAM_END, _STREAM_BEGIN, _TAKE, _BEGIN = range(5)
 
 
@@ -215,10 +214,10 @@ class _Player:
         self._roles = {rank: _Role(rank, program) for rank, program in job.programs.items()}
         self._gatherings: dict[tuple[Meeting | Channel, int], _Gathering] = {}
         self._arrivals: dict[tuple[Channel, bool, int], float] = {}
-        """Times at which a side of a message has come, by its channel, whether it sends, and its number."""
+        """Times at which a side of a message has arrived, by its channel, whether it sends, and its number."""
         self._followers: dict[tuple[Channel, bool, int], list[_Gathering]] = {}
         self._woken: deque[tuple[_Role, _Line]] = deque()
-        # Kernels always keep some, since communication may wait for them.
+        # Kernels always keep some multiprocessors, since communication may wait for them.
         self._communication_share = min(0.9, job.device.communication_sms / job.device.num_sms)
         self._events: list[tuple[float, int, int, _Role | _Taken | _Gathering | _Kernels, int]] = []
         self._numbers = count()
@@ -257,7 +256,7 @@ class _Player:
     # Hosts
 
     def _advance(self, role: _Role) -> None:
-        """Lets the host of a role go on until it waits or has come to its end."""
+        """Lets the host of a role go on until it waits or ends."""
         operations = role.program.operations
         while role.at < len(operations):
             operation = operations[role.at]
@@ -278,7 +277,7 @@ class _Player:
             role.at += 1
 
     def _host_waits_for(self, role: _Role, wait: HostAwait) -> bool:
-        """Sets the host to the end of an event or of streams. Returns False if that has no time yet."""
+        """Moves the host's clock to the end of an event or of streams. Returns False if that is not known yet."""
         if wait.event >= 0:
             time = role.times.get(("event", wait.event))
             if time is None:
@@ -339,7 +338,7 @@ class _Player:
             self._woken.append((role, line))
 
     def _wake_all(self) -> None:
-        """Lets every line go on whose event has got its time, and the hosts that wait for lines."""
+        """Lets every line go on whose event now has a time, and the hosts that wait for lines."""
         while self._woken:
             role, line = self._woken.popleft()
             while line.backlog:
@@ -449,7 +448,7 @@ class _Player:
         return gathering
 
     def _arrive(self, role: _Role, message: Message, begin: float) -> None:
-        """Notes that a side of a message has come, for the messages that follow it."""
+        """Notes that a side of a message has arrived, for the messages that follow it."""
         channel = self._matches.channel_of(role.rank, message)
         key = channel, message.is_send, _count(role, ("arrive", channel, message.is_send))
         self._arrivals[key] = begin
@@ -467,7 +466,7 @@ class _Player:
             self._close(gathering)
 
     def _close(self, gathering: _Gathering) -> None:
-        """Lets a gathering begin in which all have come."""
+        """Schedules the start of a gathering whose members have all arrived."""
         self._at(gathering.start, _BEGIN, gathering)
 
     def _begin(self, gathering: _Gathering) -> None:

@@ -3,7 +3,7 @@
 Strategy. A host computes its kernels itself, in order. Communication goes on beside it, in one queue for each group,
 and takes a processor of each member as well, unless it goes to another host. While more of these compute on a host than
 it has processors, all of them are slowed down alike (processor sharing). Communication is also slowed down where its
-links are too full; the slower of both rates counts. Time goes from one event to the next: the end of kernels or of
+links are too full; the slower of both rates counts. Time advances from one event to the next: the end of kernels or of
 communication.
 """
 
@@ -26,7 +26,7 @@ from echelon.foresight.trace import Collective, Message, Trace
 
 _DEFAULT_STREAM = 0
 _EPSILON = 1e-15
-"""Seconds of work below which a job is done: rounding leaves such rests."""
+"""Seconds of remaining work below which work counts as done, because of rounding."""
 
 
 def play_on_processors(job: Job) -> Played:
@@ -85,7 +85,7 @@ class _Role:
     """Entries of communication that an event waits for, by the operation that recorded it."""
     queues: dict[tuple[str, int], deque[_Posted]] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
-    """Times at which all members of ended communication had come, by its entry."""
+    """Times at which all members of ended communication had arrived, by its entry."""
     seconds: float = 0.0
     hosts: list[float] = field(default_factory=list)
     runs: list[RunSpan] = field(default_factory=list)
@@ -179,7 +179,7 @@ class _Player:
         return True
 
     def _rate(self, communication: _Communication, speeds: Mapping[int, float]) -> float:
-        """Returns the speed of communication, by that alone and on free processors."""
+        """Returns the speed of communication relative to that of the same communication alone, on free processors."""
         rate = self._job.links.rate(communication)
         if not communication.is_local:
             return rate
@@ -236,7 +236,7 @@ class _Player:
             self._begin(role, queue[0])
 
     def _begin(self, role: _Role, posted: _Posted) -> None:
-        """Lets a role take part in the communication at the head of a queue, which starts when all have come."""
+        """Lets a role take part in the communication at the head of a queue, which starts when all have arrived."""
         posted.ready = self._time
         for part, index in enumerate(posted.post.entries):
             entry = role.trace.entries[index]

@@ -1,9 +1,9 @@
 """A trace lowered for the player: kernels of one stream in a row become one operation. Pure.
 
 Kernels that follow each other on a stream act on two clocks, those of the host and of the stream. Their effect has a
-closed form. Kernel i takes d_i on the device and h_i on the host. The host comes at time a. The stream is free from
+closed form. Kernel i takes d_i on the device and h_i on the host. The host arrives at time a. The stream is free from
 time s on. The host leaves at a + sum h. The last kernel ends at max(s + sum d, a + c), where c is the largest
-h_1 + ... + h_i + d_i + ... + d_n. So a step of 5,000 entries is played as some hundred operations.
+h_1 + ... + h_i + d_i + ... + d_n. So a step of 5,000 entries is played as a few hundred operations.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Post(NamedTuple):
 
     stream: int
     queue: tuple[str, int]
-    """Communication that starts in the order of its calls: ("group", index), or ("peer", rank) of a lone message.
+    """Queue whose communication starts in the order of its calls: ("group", index), or ("peer", rank) of lone messages.
 
-    A message that need not wait for others has a queue of its own.
+    Without NCCL, lone messages have ("to", rank) and ("from", rank). A message that need not wait for others has a
+    queue of its own, ("message", index).
     """
     entries: tuple[int, ...]
     blocking: bool
@@ -108,7 +109,7 @@ def lower(trace: Trace, device: Device) -> Program:
 
 
 def _lower_measured(trace: Trace, lowering: _Lowering) -> Program:
-    """Lowers a trace whose seconds are measured between its calls: its kernels share them as the device's do."""
+    """Lowers a trace with measured seconds between its calls. Kernels share them in proportion to modelled times."""
     begin = 0
     for end, seconds in (*trace.measured, (len(trace.entries), 0.0)):
         kernels = [index for index in range(begin, end) if type(trace.entries[index]) is Kernel]
@@ -139,7 +140,7 @@ class _Lowering:
         self._recorded: dict[int, int] = {}
         """Last recording of each event, by the number of its operation: an event can be recorded again."""
         self._posted: dict[int, int] = {}
-        """Last communication of each number."""
+        """Index of the last communication of each number."""
         self._batch: list[int] = []
 
     def modelled(self, index: int) -> float:
@@ -160,7 +161,7 @@ class _Lowering:
         Args:
             index: of the entry.
             kernel: the entry.
-            share: measured time of kernels and their launches by the modelled one. None: not measured.
+            share: measured time of kernels and their launches, divided by the modelled one. None: not measured.
         """
         if kernel.stream != self._stream or self._batch:
             self._flush()
@@ -172,7 +173,7 @@ class _Lowering:
             seconds = share * self.modelled(index)
         self._seconds[index] = seconds
         self._total += seconds
-        # Kernels before this one end at `least`, or this one starts when the host comes.
+        # This kernel starts when the kernels before it end, at `least`, or when the host arrives.
         self._least = max(self._least, self._host) + seconds
         self._run.append(index)
 
@@ -200,7 +201,7 @@ class _Lowering:
             event = self._recorded[entry.event] = len(self._operations)
             self._operations.append(Mark(entry.stream, event))
         elif isinstance(entry, WaitEvent):
-            # CUDA: a wait for an event that has not been recorded is none.
+            # CUDA: a wait for an event that has not been recorded does nothing.
             if entry.event in self._recorded:
                 self._operations.append(Await(entry.stream, self._recorded[entry.event], -1, index))
         elif isinstance(entry, HostWait) and (entry.event < 0 or entry.event in self._recorded):

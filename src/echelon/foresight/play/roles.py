@@ -1,9 +1,9 @@
 """Groups and messages of roles: which recorded ranks meet in a collective, and who answers a message. Pure.
 
-A role stands for all ranks of its class. Two roles of one group meet if the group has members of both classes. The
-group that a role was recorded with need not have the other role's own rank: then the other role has a group of the
-same composition, and these two count as one. A message to a rank that is not recorded is answered by the role of its
-class. If that role has its messages with another one, as a stage that differs from its like in one pipeline alone, the
+A role represents all ranks of its class. Two roles meet in a group that has members of both classes. The group that a
+role was recorded with need not have the other role's own rank: then the other role has a group of the same composition,
+and these two count as one. A message to a rank that is not recorded is answered by the role of its class. That role may
+exchange its messages with a third one, as where a stage differs from its counterparts in a single pipeline. Then the
 message follows them: it waits for the other side, which does not wait for it.
 """
 
@@ -28,7 +28,7 @@ class Meeting(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """Way of messages from one rank to another, or from one class to another."""
+    """Route of messages from one rank to another, or from one class to another."""
 
     src: int
     dst: int
@@ -43,7 +43,7 @@ class Encounter(NamedTuple):
     """The same for all members: where they meet, and how often they have met there."""
     members: frozenset[int]
     member: int
-    """The one that calls."""
+    """The member that calls."""
 
 
 class Roles:
@@ -65,7 +65,7 @@ class Roles:
                     found[role][index] = meeting = Meeting(*key, counts[key])
                     counts[key] += 1
                     holders[meeting].add(role)
-        # A group that some class's role was not recorded with is played by its formula alone.
+        # A group with which the role of some class was not recorded is played by its formula alone.
         self._meetings = {
             role: {
                 index: meeting
@@ -78,7 +78,7 @@ class Roles:
         self._calls: Counter[tuple[int, Meeting | Channel, int]] = Counter()
 
     def encounter(self, role: int, entry: Collective | Message) -> Encounter | None:
-        """Counts a role's call of communication: use it once for each, in order. None if the role meets nobody."""
+        """Counts a role's communication: to be called once for each entry, in order. None if the role meets nobody."""
         where: Meeting | Channel | None
         if isinstance(entry, Collective):
             where = self.meeting(role, entry.group)
@@ -104,7 +104,7 @@ class Roles:
         return known
 
     def meeting(self, role: int, group: int) -> Meeting | None:
-        """Returns the meeting of a role's group. None if the role alone stands for all members."""
+        """Returns the meeting of a role's group. None if the role alone represents all members."""
         return self._meetings[role].get(group)
 
     def channel(self, role: int, message: Message) -> Channel | None:
