@@ -1,6 +1,6 @@
 """This machine's GPU as a device: the model's constants from ten kernels and a collective, timed in half a minute.
 
-Matrix products and attention in bfloat16 give their shares of the peak, a copy gives the bandwidth of memory, and small
+Matrix products and attention in bfloat16 give their shares of the peak. A copy gives the bandwidth of memory. Small
 kernels give the cost of a kernel and of its launch. With several GPUs, an all-gather gives the bandwidth between them.
 """
 

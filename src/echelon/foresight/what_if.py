@@ -17,7 +17,7 @@ _NOTHING = 5e-4
 
 
 def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
-    """Returns forecasts with less exposed communication, as text after "what if". Empty if little is exposed.
+    """Returns forecasts with less exposed communication, as sentences. Empty if little is exposed.
 
     Args:
         played: the step as it is.

@@ -70,7 +70,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self.log, self.memory, self.routing = recording.log, recording.memory, recording.routing
         self._results = FakeResults()
         self._of_overflow: set[int] = set()
-        """Storages that say whether values are infinite or not a number. They are taken to be 0 or false."""
+        """Storages that say whether values are infinite or not a number. They are assumed to be 0 or false."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

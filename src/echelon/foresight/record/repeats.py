@@ -43,7 +43,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class NotRepeated(BaseException):
-    """Raised in a program whose microbatches differ where they were taken to be equal: all of them have to run.
+    """Raised in a program whose microbatches differ where they were assumed to be equal: all of them have to run.
 
     A BaseException: `except Exception` does not catch it.
     """

@@ -64,7 +64,7 @@ _BACKEND = "echelon-recorded"
 """Name under which torch.distributed makes groups of recorded ranks."""
 
 MANY_ENTRIES = 20_000
-"""Entries of ranks, a few seconds' work, above which child processes record them. A fork takes some hundredths of one."""
+"""Entries of ranks, a few seconds' work, above which child processes record them. A fork takes hundredths of one."""
 MANY_RANKS = 16
 """Size of a world above which even the first ranks are recorded in child processes."""
 
