@@ -124,7 +124,7 @@ def fitted(facts: Facts, times: Times) -> Device:
 
 
 def _known(facts: Facts) -> Device | None:
-    """Returns the table's device for a GPU. None if it has none: with fewer multiprocessors the peak is another."""
+    """Returns the table's device for a GPU, or None. A variant with fewer multiprocessors has another peak."""
     for mark, name in _MARKS:
         if mark in facts.name and DEVICES[name].num_sms == facts.num_sms:
             return DEVICES[name]

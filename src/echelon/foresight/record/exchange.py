@@ -1,8 +1,8 @@
 """Collectives of real values among ranks of which only some run: absent ranks are represented.
 
 Strategy. Contributions are kept by group and sequence, so that a rank that runs later finds them. A rank that has not
-arrived is represented by the nearest one that has, else by the caller itself. Only a root, and a stage of a pipeline,
-cannot be represented: the caller waits for it, and its rank is started if it does not run.
+arrived is represented by the nearest one that has, else by the caller itself. A root or a stage of a pipeline cannot be
+represented: the caller waits for it, and its rank is started if it does not run.
 """
 
 from __future__ import annotations
