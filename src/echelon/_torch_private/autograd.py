@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Without a frame of Python, because every small operation asks: the level of forward-mode AD, below 0 outside of it.
 forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
-# The public `increment_version` is a function of Python around it.
+# The public `increment_version` wraps it in Python.
 count_changes: Callable[[tuple[torch.Tensor, ...]], None] = torch._C._increment_version
 
 
@@ -100,7 +100,7 @@ def hooks_after_gradient(parameter: torch.nn.Parameter) -> list[Callable[[torch.
 
 @contextmanager
 def backward_with(mode: Callable[[bool], AbstractContextManager[object]]) -> Iterator[None]:
-    """Inside, each backward runs in a context. torch leaves modes of functions for the time of a backward.
+    """Inside, each backward runs in a context. torch itself leaves function modes during a backward.
 
     Args:
         mode: returns the context. Its argument is whether the backward goes to all leaves, and frees the graph.
@@ -108,7 +108,7 @@ def backward_with(mode: Callable[[bool], AbstractContextManager[object]]) -> Ite
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(tensors: Any, *args: Any, **options: Any) -> Any:
-        # Gradients, whether the graph is kept, whether one is made, and the leaves if not all are meant.
+        # args: gradients, whether the graph is kept, whether one is made, and the inputs if not all leaves are meant.
         is_whole = not any(args[1:4]) and bool(options.get("accumulate_grad"))
         with mode(is_whole):
             return original(tensors, *args, **options)
@@ -124,7 +124,7 @@ def register_first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Non
     """Registers a hook of a tensor's gradient that runs before all earlier hooks. torch has no public way."""
     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
-    # Anew, as torch's C++ goes through the hooks in the order of their insertion.
+    # Inserted again, because torch's C++ calls the hooks in the order of their insertion.
     others = [(number, each) for number, each in hooks.items() if number != handle.id]
     hooks.clear()
     hooks[handle.id] = hook

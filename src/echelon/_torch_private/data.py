@@ -8,7 +8,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 
 def is_prefetched() -> bool:
-    """Whether a DataLoader with workers takes the samples, which is ahead of its program. Looks at the callers."""
+    """Whether a DataLoader with workers takes the samples, ahead of its program. Looks at the callers."""
     # No public name tells a sampler who reads it. 9: this function, sampler, batch sampler, _next_index, _reset, ...
     frame = inspect.currentframe()
     for _ in range(9):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Only names of torch that are passed on.
+# Names of torch that are only re-exported.
 __all__ = ["DistributedBackendOptions", "register_work"]
 # DistributedBackendOptions: argument of the function that makes a group of a registered backend.
 # register_work: functional collectives get the name of a group, and torch finds their Work by the tensor that it
@@ -196,7 +196,7 @@ def futures_that_wait_by(wait_first: Callable[[torch.futures.Future[Any]], None]
 
 @contextmanager
 def groups_of_each_thread() -> Iterator[None]:
-    """Inside, functional collectives find by its name only a group that the calling thread has made.
+    """Inside, functional collectives find a group by its name only if the calling thread has made it.
 
     torch has no public way: its C++ keeps one registry for the process, or one for each thread.
     """
@@ -256,7 +256,7 @@ class Shardings:
         return getattr(schema, "_comparison_key", None)
 
     def without_mesh(self, spec: Any) -> tuple[Any, ...]:
-        """Returns the attributes of a spec but its mesh."""
+        """Returns the attributes of a spec, except its mesh."""
         return tuple(value for name, value in vars(spec).items() if name not in ("mesh", "_hash"))
 
     def with_mesh(self, spec: Any, mesh: Any) -> Any:
@@ -279,7 +279,7 @@ def shardings() -> Shardings | None:
 def module_of_parameters(group: object) -> str:
     """Returns the name of the module whose parameters FSDP2 gathers and reduces as one group. Empty for the root.
 
-    torch itself tells it to the profiler alone.
+    torch itself tells it only to the profiler.
     """
     return _label_of_parameters(group).partition("(")[2].partition(")")[0] if _has_labels() else ""
 

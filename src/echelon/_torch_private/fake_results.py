@@ -1,4 +1,4 @@
-"""Results of operators on fake tensors, made again from the result of an equal call before.
+"""Results of operators on fake tensors, made again from the result of an equal earlier call.
 
 FakeTensorMode computes the shape of each result, or looks it up in a cache of its own, which takes 60 us. Nine of ten
 operations of a training step are repeated by the next block. Their results are made here in 10 us.
@@ -54,7 +54,7 @@ class FakeResults:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Result | None] = {}
-        """None: the result can not be made again."""
+        """None: the result cannot be made again."""
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of an operator: a new one, of the same form as FakeTensorMode's."""
@@ -71,13 +71,13 @@ class FakeResults:
         if key not in self._known:
             try:
                 result = _result(out, inputs)
-                # Made once now, and compared. Inputs may have got another form in place.
+                # Made once now, and compared. The operator may have changed the form of inputs in place.
                 is_equal = _forms(_made(result, inputs)) == _forms(out) and _key(func, args, kwargs, []) == key
                 self._known[key] = result if is_equal else None
             except _Unsure:
                 self._known[key] = None
             except LookupError:
-                pass  # another call with equal arguments may tell
+                pass  # another call with equal arguments may show it
         return out
 
 

@@ -15,7 +15,7 @@ from echelon._torch_private.tensors import FakeTensor
 F = TypeVar("F", bound=Callable[..., Any])
 
 COMPILED, RECOMPUTED = "_orig_mod", "_checkpoint_wrapped_module"
-"""Attributes in which wrappers hold their module, of torch.compile and of activation checkpoints. In the names of
+"""Attributes in which the wrappers of torch.compile and of activation checkpointing hold their module. In the names of
 parameters and buffers they are left out: a checkpoint has the names of the plain model."""
 
 
@@ -30,7 +30,7 @@ def never_compiled(function: F) -> F:
 
 
 def hooks_of_all_modules() -> dict[str, Any]:
-    """Returns torch's hooks for every module, such as of `register_module_forward_hook`, by their private names."""
+    """Returns torch's hooks for all modules, as of `register_module_forward_hook`, by their private names."""
     return {name: value for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
 
 

@@ -23,7 +23,7 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 _ORDERS = frozenset({"_post_forward_indices", "post_forward_order"})
-"""Lists of FSDP2 that each forward makes longer, and its backward shorter. Its backward prefetches by them."""
+"""Lists of FSDP2 that each forward makes longer, and its backward shorter. FSDP2 prefetches by them in backward."""
 _ACCUMULATED = "unsharded_accumulated_grad"
 """Gradient that FSDP2 keeps while microbatches add to it."""
 _OF_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"

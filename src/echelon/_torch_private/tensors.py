@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-# Only names of torch that are passed on.
+# Names of torch that are only re-exported.
 __all__ = ["FakeTensor", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 # FakeTensor: tensor with a shape, a dtype and a device, but no data.
 # tree_...: torch.export flattens inputs and outputs with them. Libraries register their own containers there.
@@ -81,7 +81,7 @@ def fake_tensors() -> AbstractContextManager[object]:
 
 
 def recorded_tensors() -> AbstractContextManager[object]:
-    """Returns a context as `fake_tensors`, in which tensors with data may be mixed with fake ones."""
+    """Returns a context like `fake_tensors`, in which tensors with data may be mixed with fake ones."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -93,12 +93,12 @@ def real_tensors() -> Iterator[None]:
 
 
 def without_functions() -> AbstractContextManager[object]:
-    """Returns a context in which modes of functions see no call: they take longer than to ask a tensor for its size."""
+    """Returns a context in which function modes see no call: a mode takes longer than a query of a tensor's size."""
     return torch._C.DisableTorchFunction()
 
 
 def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the value of a fake tensor of one element, where torch knows it, as of `torch.tensor(1)`. Else None."""
+    """Returns the value of a fake tensor of one element, where torch knows it, as for `torch.tensor(1)`. Else None."""
     value: torch.Tensor | None = getattr(tensor, "constant", None)
     return value
 

@@ -1,6 +1,6 @@
 """This machine's GPU as a device: the model's constants from ten kernels and a collective, timed in half a minute.
 
-Matrix products and attention in bfloat16 give their shares of the peak, a copy gives the bandwidth of memory, and small
+Matrix products and attention in bfloat16 give their shares of the peak. A copy gives the bandwidth of memory. Small
 kernels give the cost of a kernel and of its launch. With several GPUs, an all-gather gives the bandwidth between them.
 """
 
@@ -124,7 +124,7 @@ def fitted(facts: Facts, times: Times) -> Device:
 
 
 def _known(facts: Facts) -> Device | None:
-    """Returns the table's device for a GPU. None if it has none: with fewer multiprocessors the peak is another."""
+    """Returns the table's device for a GPU, or None. A variant with fewer multiprocessors has another peak."""
     for mark, name in _MARKS:
         if mark in facts.name and DEVICES[name].num_sms == facts.num_sms:
             return DEVICES[name]

@@ -1,4 +1,4 @@
-"""Traces as bytes, for a process of our own that has recorded one. Pure."""
+"""Traces as bytes, which a child process hands to its parent. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def packed(trace: Trace) -> bytes:
     """Returns a trace as bytes.
 
     Raises:
-        ValueError: steps of its schedule are no plain values.
+        ValueError: steps of its schedule are not plain values.
     """
     values = {field.name: getattr(trace, field.name) for field in fields(trace)}
     values["entries"] = [(_NUMBERS[type(entry)], *entry) for entry in trace.entries]
@@ -48,7 +48,7 @@ def packed(trace: Trace) -> bytes:
 
 
 def unpacked(data: bytes) -> Trace:
-    """Returns the trace of bytes that `packed` has made in a process of our own."""
+    """Returns the trace of bytes that `packed` has made. Only for bytes of our own processes."""
     values = marshal.loads(data)
     values["entries"] = tuple(_KINDS[number]._make(rest) for number, *rest in values["entries"])
     values["live"] = tuple(map(Allocate._make, values["live"]))

@@ -68,7 +68,7 @@ NOT_MODELLED = (
     "data loading",
     "allocator of collectives' own buffers",
 )
-"""Parts of a real run that no constant here stands for."""
+"""Parts of a real run that the model leaves out."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Report:
         assumptions: Assumed values and approximations.
         expandable: Whether PyTorch's allocator has expandable segments.
         title: Name of the program.
-        what_ifs: Steps if something were different, as sentences that go on after "what if".
+        what_ifs: Forecasts of the step with a change, as text after "what if".
         network: Name of the network between the hosts.
     """
 
@@ -258,7 +258,7 @@ def accuracy_of(played: Played) -> Accuracy | None:
 
 
 def unlike(played: Played, accuracy: Accuracy) -> str:
-    """Returns the reason why a step is like none of the published ones. Empty if it is like them."""
+    """Returns the reason why a step is unlike all published ones. Empty if it is like them."""
     if played.seconds < accuracy.shortest:
         return f"the shortest took {seconds_text(accuracy.shortest)}"
     kernels = [each for role in played.roles.values() for each in role.program.trace.entries if type(each) is Kernel]

@@ -1,11 +1,11 @@
-"""Choice of the ranks that are recorded, one for each role, and of the role that stands for each rank. Pure.
+"""Choice of the ranks that are recorded, one for each role, and of the role that represents each rank. Pure.
 
 A rank is a point in the grid that the groups of recorded ranks span, such as data parallel x tensor parallel. Along
-each axis both ends are recorded. If they do the same, all points between them are taken to do the same; if not, the
+each axis both ends are recorded. If they do the same, all points between them are assumed to do the same; if not, the
 axis is divided: next to its first point, next to its last one, then in the middle, and so on. This divides the grid
-into boxes, each with the role of its corner. Random ranks are recorded in confirmation: one in each box, but one for
-all boxes in the middle of an axis, such as the stages of a pipeline between the first and the last one. Where a random
-rank differs from its corner, its box alone is divided in the same way.
+into boxes, each with the role of its corner. Random ranks are recorded to confirm this: one in each box, but only one
+for all boxes in the middle of an axis, such as the stages of a pipeline between the first and the last one. Where a
+random rank differs from its corner, its box alone is divided in the same way.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from echelon.foresight.trace import Message, Trace
 
 _FEW_ENTRIES = 20_000
 _FEW_RANKS = 16
-"""Ranks, and entries of all of them, up to which every rank is recorded: some seconds."""
+"""Ranks, and entries of all of them, up to which every rank is recorded: this takes a few seconds."""
 _MOST_POINTS = 1024
-"""Ranks that are recorded at most."""
+"""Most parts into which a box is divided."""
 
 
 class Axis(NamedTuple):
@@ -38,7 +38,7 @@ class Axis(NamedTuple):
 def axes_of(trace: Trace) -> tuple[Axis, ...]:
     """Returns the axes of the grid that a rank's groups span, from the outermost to the innermost.
 
-    Groups of equal distances are axes. Further axes fill the gaps, so that all ranks are points.
+    Groups whose ranks have equal distances are axes. Further axes fill the gaps, so that all ranks are points.
     """
     found: set[Axis] = set()
     for group in trace.groups:
@@ -48,7 +48,7 @@ def axes_of(trace: Trace) -> tuple[Axis, ...]:
             found.add(Axis(len(ranks), steps.pop()))
     axes: list[Axis] = []
     reach = 1
-    # From the innermost on. An axis of several others, as that of a flattened mesh, is left out.
+    # From the innermost on. An axis that combines others, as of a flattened mesh, is left out.
     for axis in sorted(found, key=lambda each: (each.stride, each.size)):
         if axis.stride < reach or axis.stride % reach or trace.world_size % (axis.stride * axis.size):
             continue
@@ -81,7 +81,7 @@ class Roles:
     traces: dict[int, Trace] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     classes: tuple[int, ...] = ()
-    """Rank of the role that stands for each rank. Empty until all roles are known."""
+    """Role of each rank: the recorded rank that represents it. Empty until all roles are known."""
     _axes: tuple[Axis, ...] | None = None
     _random: set[int] = field(default_factory=set)
     """Ranks that were chosen at random."""
@@ -108,7 +108,7 @@ class Roles:
         grid = Box(tuple(range(axis.size) for axis in self._axes))
         boxes, missing = self._divided(grid)
         if missing:
-            # One random rank at once, so that it need not be waited for later.
+            # With one random rank already, so that there need not be a further round for it later.
             return sorted(missing | (set() if self._random else self._drawn(range(self.world_size), missing)))
         leaves = [leaf for box in boxes for leaf in self._leaves(box, missing)]
         if missing:
@@ -123,7 +123,7 @@ class Roles:
     # Boxes
 
     def _divided(self, box: Box, cut: tuple[int, int] | None = None) -> tuple[list[Box], set[int]]:
-        """Divides a box by its axes. Returns its parts, or the ranks that have to be recorded before.
+        """Divides a box by its axes. Returns its parts, or the ranks that have to be recorded first.
 
         Args:
             box: the part of the grid.
@@ -144,7 +144,7 @@ class Roles:
         return parts, self._unrecorded(map(self._speaker, parts))
 
     def _division(self, box: Box, number: int, cuts: set[int]) -> tuple[list[range], set[int]]:
-        """Returns the parts of a box's range along one axis, or the ranks that have to be recorded before."""
+        """Returns the parts of a box's range along one axis, or the ranks that have to be recorded first."""
         along = box.ranges[number]
 
         def rank(coordinate: int) -> int:
@@ -173,7 +173,7 @@ class Roles:
     def _leaves(self, box: Box, missing: set[int]) -> list[Box]:
         """Returns the parts of a box in which recorded ranks do the same.
 
-        Ranks that have to be recorded before join `missing`.
+        Adds ranks that have to be recorded first to `missing`.
         """
         own = self.digests[self._speaker(box)]
         odd = next((rank for rank in self._ranks(box) if self.digests.get(rank, own) != own), None)
@@ -181,7 +181,7 @@ class Roles:
             return [box]
         parts, unknown = self._divided(box)
         if not unknown and parts == [box]:
-            # The ends of all axes are equal. Then the rank is in a part of its own, along one axis after the other.
+            # The ends of all axes are equal. Then the rank gets a part of its own, along one axis after the other.
             number = next(each for each, along in enumerate(box.ranges) if self._coordinate(odd, each) != along[0])
             parts, unknown = self._divided(box, (number, self._coordinate(odd, number)))
             if parts == [box]:  # too many parts
@@ -190,7 +190,7 @@ class Roles:
         return [leaf for part in parts if not unknown for leaf in self._leaves(part, missing)]
 
     def _speaker(self, box: Box) -> int:
-        """Returns the rank that stands for a box: its corner, or another one if that alone is recorded."""
+        """Returns the rank that represents a box: its corner, or a recorded rank if the corner is not recorded."""
         corner = self._rank(box.corner)
         if corner in self.traces:
             return corner
@@ -214,7 +214,7 @@ class Roles:
     # Roles
 
     def _fold(self, roles: Iterable[int]) -> None:
-        """Sets the classes, from a recorded rank for each rank. A rank that was recorded has its own digest's role."""
+        """Sets the classes, from a recorded rank for each rank. A recorded rank has the role of its own digest."""
         first: dict[str, int] = {}
         for rank in sorted(self.traces):
             first.setdefault(self.digests[rank], rank)
@@ -222,14 +222,14 @@ class Roles:
         self.classes = tuple(first[self.digests[rank]] for rank in recorded)
 
     def _unanswered(self, roles: Sequence[int]) -> set[int]:
-        """Returns ranks that roles exchange messages with, unless the rank that stands for them has such messages."""
+        """Returns ranks that roles exchange messages with, unless the rank that represents them has such messages."""
         found = set()
         for rank in set(self.classes):
             messages = _messages(self.traces[rank])
             for peer in self._unrecorded(messages):
                 theirs = _messages(self.traces[roles[peer]]).get(rank + roles[peer] - peer, [])
                 answers = [each._replace(is_send=not each.is_send) for each in messages[peer]]
-                # Each direction has an order of its own. False comes before true, and the order stays otherwise.
+                # Each direction has an order of its own, which a stable sort by direction keeps.
                 if sorted(answers, key=_direction) != sorted(theirs, key=_direction):
                     found.add(peer)
         return found
@@ -255,7 +255,7 @@ class Roles:
         return chosen
 
     def _drawn(self, ranks: Sequence[int], others: Collection[int]) -> set[int]:
-        """Returns one random rank of some, without the recorded and some others, if there is one."""
+        """Returns one random rank that is neither recorded nor one of `others`. Empty if there is none."""
         left = sorted(self._unrecorded(ranks) - set(others))
         drawn = {random.Random(f"{self.seed} {left[0]}").choice(left)} if left else set()
         self._random |= drawn
@@ -277,7 +277,7 @@ def _messages(trace: Trace) -> dict[int, list[_Sent]]:
 
 
 class _Sent(NamedTuple):
-    """Facts of a message that both sides share, but for its direction."""
+    """Facts of a message that both sides share, except for its direction."""
 
     is_send: bool
     tag: int

@@ -35,7 +35,7 @@ from echelon.wording import with_article
 _CAPABILITIES = {"ampere": (8, 0), "hopper": (9, 0)}
 _GIB = 1 << 30
 _MOST_AT_ONCE = 8
-"""Ranks that are timed at once with real tensors, as ranks of one host share its processors and its memory."""
+"""Most ranks that are timed at once with real tensors, as ranks of one host share its processors and its memory."""
 _LISTED = 8
 """Storages that a report of too little memory lists."""
 
@@ -49,9 +49,9 @@ class Foreseen:
     traces: Mapping[int, Trace]
     """Recorded step of each role, by the rank that was recorded."""
     classes: tuple[int, ...]
-    """Role of each rank: the recorded rank that stands for it."""
+    """Role of each rank: the recorded rank that represents it."""
     found: tuple[Problem, ...]
-    """Problems of the program, whatever it runs on."""
+    """Problems of the program on any hardware."""
     network: Network | str
     """Network that was asked for."""
 
@@ -90,15 +90,15 @@ class Foreseen:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs, without recomputation, by the dense bfloat16 peak of all devices: 0 to 1."""
+        """Model FLOPs, without recomputation, divided by the dense bfloat16 peak of all devices: 0 to 1."""
         return self.played.mfu
 
     @property
     def bubble(self) -> float:
         """Share of a step in which a device computes nothing because it waits for messages, 0 to 1: mean of all ranks.
 
-        0 if the program has no messages between ranks, as it has no pipeline. The time in which messages are under way
-        counts as exposed communication.
+        0 if the program has no messages between ranks, so no pipeline. The time in which messages are under way counts
+        as exposed communication.
         """
         return self.played.bubble
 
@@ -216,7 +216,7 @@ class Foreseen:
         return replace(self, played=play(traces, self.classes, device, cluster), traces=traces, network=network)
 
     def report(self, tokens: int | None = None, title: str = "") -> Report:
-        """Returns the figures as a report, of which `str` is a table, and `to_json` has plain values.
+        """Returns the figures as a report. Its `str` is a table, and its `to_json` returns plain values.
 
         Args:
             tokens: tokens of all ranks in a step. None: not known.
@@ -243,13 +243,14 @@ class Foreseen:
             tokens, title: as for `report`.
 
         Raises:
+            InvalidArgument: `path` is not a path.
             FileError: the file cannot be written.
         """
         from echelon.foresight.page.page import page
 
         check_path(path)
         text = page(self, self.report(tokens, title))
-        # Names of files may have bytes that are no text.
+        # Names of files may have bytes that are not text.
         with writing(path), open(path, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
 
@@ -298,34 +299,36 @@ def foresee(
 ) -> Foreseen:
     """Foresees a step of a training program on a cluster. Needs no GPU, and computes nothing.
 
-    The program runs unchanged, with tensors that have shapes but no values: on one rank for each role, as rank 0, the
-    last one, and others that differ from them. Collectives are compared between roles. The recorded step is then played
-    on a model of the devices and their network. Nothing is written to files.
+    The program runs unchanged, with tensors that have shapes but no values: on one rank for each role, such as rank 0,
+    the last one, and others that differ from them. Collectives are compared between roles. The recorded step is then
+    played on a model of the devices and their network. Files are only written with `allow_writes`.
 
-    On a machine of the kind that `gpu` was calibrated on, each role also runs alone for some seconds, with real tensors
-    and in a process of its own. Its kernels then take the time measured there.
+    On a machine of the kind that `gpu` was calibrated on, each role also runs for some seconds with real tensors, in a
+    process of its own. Its kernels then take the time measured there.
 
     Args:
         fn: function of the ranks, called as by `echelon.simulate`.
         world_size: number of ranks.
         args: arguments of `fn` without the group.
-        gpu: device of every rank: the name of one, the file of `echelon foresee --calibrate`, or a `Device`.
-        hosts: how many hosts of equal size, or the ranks of each. None: as many as the devices need.
-        network: network between the hosts: the name of one, or a `Network`.
-        rails: separate networks between hosts. NICs with equal places on their hosts share one. 0: a single network.
-        oversubscription: bandwidth of a host's NICs by that of its uplink, at least 1. 2: the uplink has half.
+        gpu: device of every rank: its name, the file of `echelon foresee --calibrate`, or a `Device`.
+        hosts: number of hosts of equal size, or number of ranks of each. None: those of `network`, else as many as
+            needed.
+        network: network between the hosts: its name, or a `Network`.
+        rails: number of separate networks between hosts. NICs of equal position on their hosts share one. 0: a single
+            network.
+        oversubscription: bandwidth of a host's NICs, divided by that of its uplink, at least 1. 2: the uplink has half.
         steps: steps to run. The last one is foreseen, the others warm up. A step ends when all optimizers have stepped.
         seed: seed of the random ranks that confirm a role.
         allow_writes: whether the program may write files.
         until: function of the program whose return ends a step, as "train_step" or "train.Trainer.step". None:
             optimizers end it. Recording takes about twice as long, because each call of Python is watched.
-        full: whether all microbatches are recorded. Otherwise microbatches that do as earlier ones did are repeated.
+        full: whether all microbatches run. Otherwise those that do the same as an earlier one are copied from it.
 
     Raises:
         InvalidWorldSize, LaunchError: an argument is invalid, or a simulation runs in this process.
-        CollectiveMismatch: two ranks call different collectives, or a message has no partner. It names both lines.
+        CollectiveMismatch: two ranks call different collectives, or a message has no partner. It names the lines.
         DeadlockError: ranks wait for each other for ever. It names the lines.
-        UnsupportedOp: the program does what cannot be foreseen. It names the line.
+        UnsupportedOp: the program has an operation that cannot be foreseen.
         Exception: the exception of the program itself, with a note that names the rank.
     """
     check_world_size(world_size)
@@ -353,7 +356,7 @@ def foresee(
         fn=fn,
         call=call,
         hosts=tuple(map(cluster.host_of, range(world_size))),
-        # DDP makes its buckets anew in the second step, which none of the timed ones repeats.
+        # DDP rebuilds its buckets in the second step, which a timed step does not do.
         steps=max(steps, 3) if is_here else steps,
         gpu=_facts_of(device),
         allow_writes=allow_writes,

@@ -14,7 +14,7 @@ Phase: TypeAlias = Literal["forward", "backward", "recompute", "optimizer", "oth
 MemoryKind: TypeAlias = Literal["parameters", "gradients", "optimizer", "activations", "communication", "other"]
 
 UNKNOWN_STORAGE = -1
-"""Storage of bytes that only a part of a tensor accounts for, such as the rows that an embedding reads."""
+"""Storage of bytes that are an unknown part of a tensor, such as the rows that an embedding reads."""
 
 
 class Kernel(NamedTuple):
@@ -49,9 +49,9 @@ class Collective(NamedTuple):
     """A collective on the communication stream of its group."""
 
     stream: int
-    """Stream that was current. The collective begins after the earlier work on it, and with `blocking` it waits."""
+    """Stream that was current. The collective begins after the earlier work on it. With `blocking` the stream waits."""
     number: int
-    """Name of the collective for `Wait`, unique in the trace."""
+    """Number by which `Wait` refers to the collective, unique in the trace."""
     kind: str
     """Kind as in `echelon.backends.collective`, such as "all_reduce"."""
     group: int
@@ -122,12 +122,12 @@ class HostWait(NamedTuple):
     stream: int
     """-1: all streams."""
     event: int
-    """-1: the stream as a whole."""
+    """-1: all earlier work of the stream."""
     place: int
 
 
 class Allocate(NamedTuple):
-    """A storage gets memory. A storage that is resized is freed and allocated anew."""
+    """A storage gets memory. A storage that is resized is freed and allocated again."""
 
     storage: int
     num_bytes: int
@@ -180,7 +180,7 @@ class Trace:
     skipped: tuple[str, ...] = ()
     """Writes to files that were skipped, each with its line."""
     measured: tuple[tuple[int, float], ...] = ()
-    """(entry, processor seconds that the program computed before it, since the one before) where the step ran with real
-    tensors: at each call into the recording and at the end. Empty if it did not."""
+    """(entry, seconds of the program since the pair before), for each call into the recording and the end of the step,
+    where the step ran with real tensors. Empty if it did not."""
     computed: tuple[tuple[int, int, object], ...] = ()
     """(first entry, entry after the last one, step) of the steps of a schedule, such as "0F3" of a pipeline."""

@@ -11,13 +11,13 @@ from echelon.foresight.report import seconds_text
 from echelon.foresight.trace import Trace
 
 _LEAST = 0.02
-"""Share of the step that is exposed at least. Below it a change would be smaller than the error of the forecast."""
+"""Least exposed share of a step with forecasts. Below it a change would be smaller than the error of the forecast."""
 _NOTHING = 5e-4
-"""Share of the step below which a change is none."""
+"""Share of the step below which a change does not count."""
 
 
 def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
-    """Returns the step for changes that shorten exposed communication, as sentences. Empty if little is exposed.
+    """Returns forecasts with less exposed communication, as sentences. Empty if little is exposed.
 
     Args:
         played: the step as it is.

@@ -88,7 +88,7 @@ class Cost(NamedTuple):
     uplink: float = 0.0
     """Bytes that leave the host for each member on it, divided by the bytes that the member could send alone."""
     blocks: float = 1.0
-    """Multiprocessors that it takes from kernels, divided by those that a collective takes."""
+    """Multiprocessors that it takes from kernels, divided by the number that a collective takes."""
 
 
 def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:

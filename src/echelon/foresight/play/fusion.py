@@ -85,7 +85,7 @@ class _Fusing:
         made: set[int] = set()
         reads: dict[int, int] = {}
         writes: dict[int, int] = {}
-        # Bytes that only a part of a tensor accounts for have no storage in common.
+        # Reads of unknown parts of tensors are all kept: they may be of different storages.
         parts = count(1)
         for kernel in kernels:
             for storage, size in kernel.reads:

@@ -17,7 +17,7 @@ from echelon.foresight.trace import Collective, Kernel, Message, Trace
 from echelon.timeline.timeline import Span, Timeline
 
 _FEW_RANKS = 2
-"""Ranks of a group that are listed in place of a name."""
+"""Most ranks of a group that are listed one by one in place of a name."""
 
 
 class RunSpan(NamedTuple):

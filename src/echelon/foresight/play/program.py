@@ -173,7 +173,7 @@ class _Lowering:
             seconds = share * self.modelled(index)
         self._seconds[index] = seconds
         self._total += seconds
-        # This kernel starts when the kernels before it end, at `least`, or when the host arrives.
+        # This kernel starts when the host arrives, or when the kernels before it end, at `least`, if that is later.
         self._least = max(self._least, self._host) + seconds
         self._run.append(index)
 

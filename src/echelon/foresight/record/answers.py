@@ -14,10 +14,10 @@ _PAGE = 4096
 
 
 def answer(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], values: Sequence[Tensor] | None) -> None:
-    """Writes the values of a call into its outputs, see `give`. To take their memory is time of the program.
+    """Writes the values of a call into its outputs, see `give`. Mapping their memory counts as time of the program.
 
-    Collectives are timed with tensors that have their memory. A program often frees its buffers, and gets new ones
-    whose pages the kernel gives at the first write.
+    Collectives were timed with tensors whose memory was mapped. A program often frees its buffers, and gets new ones
+    whose pages the operating system maps at the first write.
     """
     begin = time.perf_counter()
     with torch.no_grad():
@@ -33,8 +33,8 @@ def give(outputs: Sequence[Tensor], inputs: Sequence[Tensor], values: Sequence[T
 
     Args:
         outputs: tensors to write.
-        inputs: tensors that the rank has given. The same as `outputs` of a collective in place.
-        values: known values of the outputs. None: they are made of the inputs, or invented without any.
+        inputs: tensors that the rank has given. The same as `outputs` for a collective in place.
+        values: known values of the outputs. None: they are copied from the inputs, or invented if there are none.
     """
     with torch.no_grad():
         if values is not None:

@@ -1,4 +1,4 @@
-"""Asynchronous operations of a recorded rank: each runs at once, on a stream of its group."""
+"""Asynchronous operations of a recorded rank: each runs when it is started, on a stream of its group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RecordedScope(StreamScope):
 
 
 class LanesAtOnce(VirtualLanes):
-    """Lanes whose operations run in the thread that starts them, which alone records its rank."""
+    """Lanes whose operations run in the thread that starts them, since only that thread records its rank."""
 
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: ARG002, D102
         work: VirtualWork[T] = self.wait_of(description)  # type: ignore[assignment]

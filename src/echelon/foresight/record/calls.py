@@ -1,9 +1,9 @@
 """Calls of a rank into its recording, in order: communication, waits for it, and optimizers that begin and end.
 
-Strategy. A program that computes nothing shows its operators, but not their time on processors: caches, the memory
-that is taken anew and the interpreter all count. So a program that is foreseen for this machine runs once
-more, with real tensors, one rank in a process. Its calls are answered with the values of the recording, and the time
-between two calls is the time of the kernels that were recorded between the same two calls.
+Strategy. A program that computes nothing shows its operators, but not their time on processors, which depends on
+caches, newly mapped memory and the interpreter. So a program that is foreseen for this machine runs once more, with
+real tensors, one rank in a process. Its calls are answered with the values of the recording, and the time between two
+calls is the time of the kernels that were recorded between the same two calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Answers: TypeAlias = Sequence[Sequence[Call]]
 class OtherCalls(BaseException):
     """Raised in a program whose calls are not the recorded ones. A BaseException: `except Exception` does not catch it.
 
-    A program that goes by values of its tensors may call something else where they are real.
+    A program that depends on values of its tensors may make other calls where they are real.
     """
 
 
@@ -52,7 +52,7 @@ class Calls:
         """Begins without calls.
 
         Args:
-            answers: calls of an earlier recording, whose values are given again. Steps beyond are like the last.
+            answers: calls of an earlier recording, whose values are given again. Further steps get those of the last.
             clock: returns the seconds of the program so far.
             keeps_values: whether a later recording is answered by these calls.
         """
@@ -76,7 +76,7 @@ class Calls:
 
     @contextmanager
     def call(self, kind: str, position: int) -> Iterator[Call]:
-        """Inside, the program's time does not count. Calls within a call are none of their own.
+        """Inside, the program's time does not count. Calls within a call are part of it.
 
         Raises:
             OtherCalls: an earlier recording called something else here.
@@ -119,5 +119,5 @@ class Calls:
             each.position -= num_entries
 
     def of_all_steps(self) -> Answers:
-        """Returns the calls of each step that has ended. The calls of the whole program if none has."""
+        """Returns the calls of each step that has ended. If none has, the calls of the whole program as one step."""
         return self.steps or [self._present]

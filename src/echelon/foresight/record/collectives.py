@@ -90,7 +90,7 @@ def _result(calls: Sequence[Call], rank: int, tensor: Tensor | None, out: Tensor
     elif kind == "all_to_all":
         num_rows = sum(call.out_splits or (splits_of(each, num_ranks)[rank] for each in calls))
     elif kind == "all_gather" and out is not None and out.dim():
-        # Ranks that are not recorded may have other numbers of rows, of which only the caller knows.
+        # Ranks that are not recorded may have other numbers of rows, which only the caller knows.
         num_rows = len(out)
     else:
         num_rows = sum(math.prod(each.shape[:1]) for each in calls if each.shape is not None)

@@ -25,9 +25,9 @@ from echelon.interop.process_group import EchelonProcessGroup
 from echelon.interop.works import Done, Options, Runner, seconds
 
 _OPS = {"AVG": "mean", "PREMUL_SUM": "sum"}
-"""Names of reductions that are not torch's own in small letters."""
+"""Names of reductions that are not torch's own names in lower case."""
 _KEPT = 4096
-"""Works that are kept: torch's C++ may hold a Work whose Python half nobody holds, and asks that half later."""
+"""Works that are kept: torch's C++ may hold a Work whose Python half nobody else holds, and call that half later."""
 
 
 class _Form(NamedTuple):
@@ -35,7 +35,7 @@ class _Form(NamedTuple):
 
     kind: str
     is_in_place: bool = False
-    """Whether there is one argument of tensors. Else outputs come before inputs."""
+    """Whether the method has one argument of tensors. Otherwise outputs come before inputs."""
 
 
 _FORMS: Mapping[str, _Form] = {
@@ -66,7 +66,7 @@ _FORMS: Mapping[str, _Form] = {
 
 
 def reduction_of(op: Any) -> str:
-    """Returns the name of one of torch's reductions, such as "mean" for AVG. A new one has torch's own name."""
+    """Returns the name of one of torch's reductions, such as "mean" for AVG. By default it is torch's in lower case."""
     name: str = op.op.name
     return _OPS.get(name, name.lower())
 
@@ -81,7 +81,7 @@ class _AtOnce(Runner):
 
 
 class RecordedGroup(EchelonProcessGroup):
-    """Process group whose communication of fake tensors is recorded. That of real tensors takes place."""
+    """Process group whose communication of fake tensors is recorded. Communication of real tensors takes place."""
 
     def __init__(self, group: ProcessGroup, store: Any) -> None:
         super().__init__(group, store)
@@ -166,7 +166,7 @@ class RecordedGroup(EchelonProcessGroup):
         return self._keep(RecordedWork(recording.log, -1, outputs, not getattr(opts, "asyncOp", True)))
 
     def _reduce_known(self, tensors: Sequence[Tensor], op: str) -> None:
-        """Reduces values that are known, such as of a flag. They are taken to be equal on all ranks."""
+        """Reduces values that are known, such as a flag. They are assumed to be equal on all ranks."""
         for tensor in tensors:
             if op == "sum" and (value := known_value(tensor)) is not None:
                 with real_tensors():
@@ -200,7 +200,7 @@ class RecordedGroup(EchelonProcessGroup):
         return self._keep(work)
 
     def _flag(self, is_send: bool, tensor: Tensor, peer: int, tag: int) -> Callable[[], None] | None:
-        """Passes the value of a fake tensor of one integer on. Returns a function that waits for that of a receive."""
+        """Sends the value of a fake tensor of one integer. For a receive, returns a function that waits for it."""
         if tensor.numel() != 1 or tensor.is_floating_point() or peer < 0:
             return None
         route = self._route(is_send, peer, tag)

@@ -68,7 +68,7 @@ class OnDevice(TorchFunctionMode):
 
 
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the device that the program asked for. A number is one of a GPU."""
+    """Returns the device that the program asked for. A number is the index of a GPU."""
     if len(args) == 1 and isinstance(args[0], int) and not kwargs:
         return func(_CUDA, args[0])
     return func(*args, **kwargs)
@@ -111,7 +111,7 @@ def _array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _known(tensor: Tensor) -> Tensor | None:
-    """Returns the values of a fake tensor that follow from a choice, for the host. None if it has none."""
+    """Returns the known values of a fake tensor, see `routing`, which the host waits for. None if they are unknown."""
     if (recording := recording_here()) is None or (value := recording.routing.read(tensor)) is None:
         return None
     recording.log.entries.append(HostWait(recording.log.stream, -1, recording.log.place()))
@@ -136,7 +136,7 @@ def _address(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _histogram(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Counts integers, which processors refuse."""
+    """Counts integers as floating-point numbers, since torch counts integers only on GPUs."""
     tensor, *others = args
     if not isinstance(tensor, FakeTensor) or tensor.is_floating_point():
         return func(*args, **kwargs)
@@ -186,7 +186,7 @@ _FLASH_WIDTH = 256
 """Most elements of a head that the flash kernel takes."""
 
 
-# Autocast. The CPU computes in float32 fewer functions than a GPU does.
+# Autocast. It computes fewer functions in float32 on the CPU than on a GPU.
 
 
 def _widened(value: Any) -> Any:
@@ -271,4 +271,4 @@ _SPECIAL: dict[str, _Special] = {
     "is_pinned": _true,
     "scaled_dot_product_attention": _attention,
 }
-"""Functions of torch that a GPU treats otherwise, by name."""
+"""Functions of torch that do something else on a GPU, by name."""

@@ -132,14 +132,14 @@ _GENERATOR = torch.Generator
 
 
 class _AnyGenerator(type(_GENERATOR)):  # type: ignore[misc]
-    """Type by which generators from before the recording are instances of `torch.Generator`, too."""
+    """Metaclass by which generators from before the recording are instances of `torch.Generator`, too."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _GENERATOR)
 
 
 class _Generator(_GENERATOR, metaclass=_AnyGenerator):
-    """Generator of a GPU, in place of `torch.Generator`: one of the CPU, as tensors have no values."""
+    """Replacement of `torch.Generator`: for a GPU it is a generator of the CPU, as tensors have no values."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls, mapped(device))  # type: ignore[call-arg]
@@ -268,11 +268,11 @@ def _memory_names(gpu: Gpu) -> dict[str, Any]:
     }
 
 
-# Methods of torch that treat fake tensors on the CPU otherwise than tensors of a GPU
+# Methods of torch that treat fake tensors on the CPU differently from tensors of a GPU
 
 
 def _with_values(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function whose tensors are numbers of ranks or sizes: they have to have values."""
+    """Wraps a function whose tensors are numbers of ranks or sizes: they need values."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -285,7 +285,7 @@ def _with_values(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _naming_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the constructor of meshes. torch takes the default group, without a name, for a dimension of all ranks."""
+    """Wraps the constructor of meshes. For a dimension of all ranks torch uses the default group, which has no name."""
 
     @functools.wraps(original)
     def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
@@ -348,7 +348,7 @@ def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _addressing(original: Callable[..., int]) -> Callable[..., int]:
-    """Wraps the address of a storage. Fake ones all have 0, but programs tell storages apart by it."""
+    """Wraps the address of a storage. It is 0 for all fake storages, but programs tell storages apart by it."""
 
     @functools.wraps(original)
     def data_ptr(storage: torch.UntypedStorage) -> int:

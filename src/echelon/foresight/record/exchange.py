@@ -1,8 +1,8 @@
 """Collectives of real values among ranks of which only some run: absent ranks are represented.
 
 Strategy. Contributions are kept by group and sequence, so that a rank that runs later finds them. A rank that has not
-come is represented by the nearest one that has, else by the caller itself. Only a root cannot be represented: the
-caller waits for it, and its rank is started if it does not run.
+arrived is represented by the nearest one that has, else by the caller itself. A root or a stage of a pipeline cannot be
+represented: the caller waits for it, and its rank is started if it does not run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _UNEVEN = {
     "gather": "call all_gather with out=, or gather tensors of equal size",
     "all_to_all": "give out_splits=",
 }
-"""Collectives to which ranks may bring different numbers of rows, and how to foresee them then."""
+"""Collectives to which ranks may bring different numbers of rows, each with the remedy for an unknown result size."""
 
 
 @dataclass
@@ -65,10 +65,10 @@ class _Contribution:
 
 @dataclass
 class _Call:
-    """One collective of one group: the contributions of the ranks that have come."""
+    """One collective of one group: the contributions of the ranks that have arrived."""
 
     contributions: dict[int, _Contribution] = field(default_factory=dict)
-    """By rank of the group."""
+    """By rank in the group."""
     waiting: list[Work[None]] = field(default_factory=list)
 
 
@@ -89,7 +89,7 @@ class Exchange:
         """Returns a digest of a rank's contribution to each collective.
 
         Args:
-            rank: the rank. None: any one. The digest is empty if their contributions differ.
+            rank: the rank. None: all ranks. The digest is empty if their contributions differ.
         """
         found: dict[tuple[Any, ...], str] = {}
         for key, call in self._calls.items():
@@ -223,7 +223,7 @@ class ExchangeExecutor(CollectiveExecutor):
 
 
 class RecordingBackend(VirtualBackend):
-    """Simulated rank of which only real values are exchanged. Communication of fake tensors is recorded."""
+    """Simulated rank that exchanges only real values. Communication of fake tensors is recorded."""
 
     def __init__(self, rank: int, world_size: int, world: World, timeout: float, exchange: Exchange) -> None:
         super().__init__(rank, world_size, world, timeout)
@@ -269,7 +269,7 @@ class _Answer(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     values: Tensor | None
-    """None of a fake tensor."""
+    """None for a fake tensor."""
     is_in_place: bool
 
 
@@ -284,7 +284,7 @@ def _answer(result: Tensor | None, tensor: Tensor | None) -> _Answer | None:
 
 
 def _answered(call: Call, tensor: Tensor | None, out: Tensor | None) -> Tensor | None:
-    """Returns the result of a collective as it was before, in the caller's tensors where it was in them."""
+    """Returns the result of a collective as it was recorded, in the caller's tensor if it was recorded there."""
     known: _Answer | None = call.values
     if known is None:
         return None

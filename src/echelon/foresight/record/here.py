@@ -30,7 +30,7 @@ _thread = threading.local()
 
 
 def recording_here() -> Recording | None:
-    """Returns the recording of the calling thread. None in a thread that is no recorded rank's."""
+    """Returns the recording of the calling thread. None in a thread of no recorded rank."""
     found: Recording | None = getattr(_thread, "recording", None)
     return found
 

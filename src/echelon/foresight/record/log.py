@@ -22,7 +22,7 @@ from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
 
 
 class Counter:
-    """Function that returns 1, 2, 3 and so on, and can be set to go on elsewhere."""
+    """Function that returns 1, 2, 3 and so on. `next` can be set."""
 
     __slots__ = ("next",)
 
@@ -44,7 +44,7 @@ class Index(dict[str, int]):
 
 
 class _Mark(NamedTuple):
-    """Module whose nodes of the graph begin with a number."""
+    """Module whose nodes of autograd's graph begin at a number."""
 
     number: int
     module: int
@@ -84,7 +84,7 @@ class Log:
         """Kind of storages whose holder is known by now. It replaces the kind in `Allocate`."""
         self.assumptions, self.skipped = Index(), Index()
         self.overlay = Overlay()
-        """Files that the program believes to have written."""
+        """Files that the program believes it has written."""
         self.pending: dict[int, int] = {}
         """Functional collectives that nothing waits for yet: their numbers, by the storage of the result."""
         self.new_storage, self.new_event, self.new_number, self._new_batch = (Counter() for _ in range(4))
@@ -118,7 +118,7 @@ class Log:
         line = found[:2]
         number = self._place_of.get(line)
         if number is None:
-            # Without FSDP2's module, which entries tell on their own.
+            # Without FSDP2's module, which entries have in a field of their own.
             number = self._place_of[line] = self.places.of(line_of((*line, "")).removeprefix(self._folder))
         return number
 

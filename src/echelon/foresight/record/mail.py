@@ -1,7 +1,7 @@
 """Messages of values between ranks of which only some run: shapes that stages of a pipeline tell each other, and flags.
 
-A sender that does not run is represented by the same place of a similar group, as the first stage of another pipeline.
-If there is none, it is started.
+A sender that does not run is represented by the rank at the same place in a similar group, such as the first stage of
+another pipeline. If there is none, the sender is started.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.simulation.backend import Boundary, Passage, VirtualWork
 
 
 class Route(NamedTuple):
-    """Way of messages from one rank of a group to another one."""
+    """Route of messages from one rank of a group to another one."""
 
     ranks: tuple[int, ...]
     """World ranks of the group."""

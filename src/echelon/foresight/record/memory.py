@@ -57,10 +57,10 @@ class Memory:
         found = self._known.get(storage_address(tensor.untyped_storage()))
         return None if found is None else found[0]
 
-    # Storages of repeated calls, whose entries are made up
+    # Storages of repeated calls, whose entries are copies
 
     def append(self, entry: Entry) -> None:
-        """Writes an entry that was made up into the log."""
+        """Writes a copied entry into the log."""
         if type(entry) is Allocate:
             self.live[entry.storage] = entry
             self.num_bytes += entry.num_bytes
@@ -76,7 +76,7 @@ class Memory:
         self._known[address] = number, weakref.ref(storage, partial(self._died, address, number))
 
     def disown(self, tensor: torch.Tensor) -> None:
-        """Forgets the storage of a tensor, whose end is made up as well."""
+        """Forgets the storage of a tensor, whose end is a copied entry as well."""
         self._known.pop(storage_address(tensor.untyped_storage()), None)
 
     def resized(self, storage: torch.UntypedStorage) -> None:

@@ -32,7 +32,7 @@ from echelon.simulation.backend import Boundary, Passage, VirtualWork
 from echelon.simulation.values import snapshot
 
 _STEP_BITS, _SEQUENCE_BITS = 32, 62
-"""Bits of a tag's step, which is the user's tag of a plain message, and of its sequence that are kept."""
+"""Bits that are kept of a tag's step, which is the user's tag of a plain message, and of its sequence."""
 
 
 class _Sent(NamedTuple):
@@ -42,12 +42,12 @@ class _Sent(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     values: Tensor | None
-    """None of a fake tensor."""
+    """None for a fake tensor."""
     note: str
 
 
 _UNKNOWN = _Sent(-1, torch.Size(), torch.float32, None, "")
-"""Message of a rank that runs alone, until it is taken."""
+"""Message to a rank that runs alone, until the rank takes it."""
 
 
 def _call(kind: str) -> AbstractContextManager[Call | None]:
@@ -160,7 +160,7 @@ class RecordingMessages(Messages):
         undelivered: Undelivered,
         group_of: Callable[[int], Group],
     ) -> None:
-        """Sends nothing yet.
+        """Connects a rank to the messages of all ranks.
 
         Args:
             rank, world_size, timeout: as in `Messages`.
@@ -265,7 +265,7 @@ class RecordingMessages(Messages):
         Args:
             message: the message.
             tag: its tag.
-            number: of the receive's entry. -1: it has none yet.
+            number: number of the receive's entry. -1: it has none yet.
             out, note, must_fit: as in `irecv`.
         """
         theirs = describe(message.shape, message.dtype)
@@ -298,7 +298,7 @@ class RecordingMessages(Messages):
         log, group = recording.log, self._group_of(tag.context)
         recording.memory.number(tensor)
         phase, place, module = log.where([tensor])
-        # The same in groups of other ranks: a context differs between pipelines that do the same.
+        # Equal in the groups of other ranks, unlike a context, which differs between pipelines that do the same.
         address = group.number << _SEQUENCE_BITS | tag.sequence & ((1 << _SEQUENCE_BITS) - 1)
         entry = Message(
             stream=log.stream,
@@ -332,7 +332,7 @@ class RecordingMessages(Messages):
                 return
 
     def _waiting(self, number: int) -> Callable[[], None]:
-        """Returns the function that makes the current stream wait for a message, the first time."""
+        """Returns a function whose first call makes the current stream wait for a message."""
         left = [number]
 
         def wait() -> None:

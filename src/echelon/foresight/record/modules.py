@@ -14,7 +14,7 @@ from echelon.foresight.record.log import Log
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 """Names under which wrappers hold their module."""
 _REPLICAS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DDP"})
-"""Wrappers that hold it as "module"."""
+"""Wrappers that hold their module as "module"."""
 
 
 class Modules:

@@ -1,4 +1,4 @@
-"""Operators as kernels: which launch one, of which kind and shape, with how many floating-point operations."""
+"""Operators as kernels: whether they launch one, its kind and shape, and its floating-point operations."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ _FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_an
 _TAKES_MASKS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "masked_select"})
 """Operators whose arguments after the first can be masks, so that shapes depend on values."""
 _INTO_A_PART = frozenset({"all_gather_copy_in"})
-"""Operators that write their first output, a part of their last input, and return that whole as well."""
+"""Operators that write only their first output, a part of their last input, and return that input as well."""
 _CHUNK = 32
-"""Tensors that one kernel of a multi-tensor operator takes, about."""
+"""Number of tensors that one kernel of a multi-tensor operator takes, roughly."""
 
 
 class Operator(NamedTuple):
@@ -158,7 +158,7 @@ def launches_of(facts: Operator, args: Sequence[Any]) -> int:
 
 
 def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], out: object) -> tuple[int, Shape]:
-    """Returns floating-point operations, and the shape that a device model needs, of a kernel of matrix products."""
+    """Returns the floating-point operations of matrix products or attention, and the shape for the device model."""
     if facts.kind == "attention":
         assert facts.flops is not None
         return int(facts.flops(args, kwargs)), _attention_shape(facts.name, args)
@@ -180,7 +180,7 @@ def _bmm(a: Tensor, b: Tensor) -> Shape:
 
 
 def _grouped_mm(args: Sequence[Any]) -> Shape:
-    """Products of groups of equal size: rows by a matrix of each group, or columns by rows, as for its gradient."""
+    """Returns the shape of products of equal groups: rows by one matrix per group, or columns by rows for gradients."""
     a, b = args[0], args[1]
     if a.ndim == b.ndim == 3:
         return _bmm(a, b)
@@ -207,7 +207,7 @@ _SHAPES: Mapping[str, Callable[..., Shape]] = {
 
 
 def _first_of(name: str) -> int:
-    """Returns the position of the queries: the gradient of the output comes before them."""
+    """Returns the position of the queries. In backward the gradient of the output comes before them."""
     return 1 if "backward" in name else 0
 
 

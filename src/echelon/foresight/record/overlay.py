@@ -1,7 +1,7 @@
 """Files of a recorded program: they are written into a folder of the recording, from which the program reads them back.
 
-Real files stay as they are. A path that the program has written to, or a folder that it has made, stands for a path of
-the recording.
+Real files stay as they are. A path that the program has written to, or a folder that it has made, is mapped to a path
+of the recording.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Overlay:
 
     def __init__(self) -> None:
         self._paths: dict[str, str] = {}
-        """Path of the recording that stands for a path of the program."""
+        """Paths of the recording, by the paths of the program that are mapped to them."""
 
     def find(self, path: str) -> str | None:
-        """Returns the path that stands for a path of the program. None if the real one does."""
+        """Returns the path to which a path of the program is mapped. None if it is not mapped."""
         if not self._paths:
             return None
         path = os.path.abspath(path)
@@ -31,18 +31,18 @@ class Overlay:
         return os.path.join(found, rest) if rest else found
 
     def put(self, path: str, real: str) -> None:
-        """Lets a path of the program stand for another one."""
+        """Maps a path of the program to another one."""
         self._paths[os.path.abspath(path)] = real
 
     def drop(self, path: str) -> None:
-        """Lets a path of the program, and all paths in it, stand for themselves again."""
+        """Ends the mapping of a path of the program, and of all paths in it."""
         path = os.path.abspath(path)
         inside = os.path.join(path, "")
         for each in [each for each in self._paths if each == path or each.startswith(inside)]:
             del self._paths[each]
 
     def names_in(self, folder: str) -> list[str]:
-        """Returns names of a folder of the program that stand for other paths."""
+        """Returns the names in a folder of the program that are mapped to other paths."""
         folder = os.path.abspath(folder)
         return [os.path.basename(each) for each in self._paths if os.path.dirname(each) == folder]
 
@@ -64,5 +64,5 @@ class Scratch:
         return os.path.join(folder, os.path.basename(os.path.abspath(path)) or "file")
 
     def has(self, path: str) -> bool:
-        """Whether a path lies in the folder, also when links are followed."""
+        """Whether a path lies in the folder, once links are followed."""
         return os.path.realpath(path).startswith(self._folder)

@@ -1,10 +1,11 @@
 """Ranks recorded in child processes, one in each, as many at once as there are cores.
 
 Strategy. A child is forked while no rank runs, so it has all values that earlier ranks have sent. It records one rank
-and hands on the trace. Values of messages go by way of the parent: it keeps them, answers the child that waits for one,
-and starts the sender. A child that waits does not count as computing. Children wait for the parent alone, and the
-parent for any of them. If all wait, or one fails, the children are ended, and the caller records the ranks itself: so
-errors are those of one process. Traces are, too, because values that ranks exchange in collectives have to be equal.
+and hands the trace to its parent. Values of messages go through the parent: it keeps them, answers the child that waits
+for one, and starts the sender. A child that waits does not count as computing. Children wait for the parent alone, and
+the parent for any of them. If all wait, or one fails, the children are ended, and the caller records the ranks itself:
+so errors are the same as in one process. So are traces, because the caller compares the values that ranks contribute to
+collectives, which have to be equal.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Children:
     def __init__(
         self, mail: Mail, has_begun: Callable[[int], bool], record: Callable[[int], Recorded], cores: Collection[int]
     ) -> None:
-        """Makes no child yet.
+        """Forks no child yet.
 
         Args:
             mail: values that ranks have sent.
@@ -81,7 +82,7 @@ class Children:
     def run(self, ranks: Sequence[int]) -> dict[int, Recorded] | None:
         """Records ranks, and senders that they wait for. None if one cannot be recorded in a process of its own.
 
-        Children's output is printed in the order of their ranks in the end. It is dropped if there is no result.
+        Children's output is printed at the end, in the order of their ranks. It is dropped if there is no result.
         """
         self._left.extend(ranks)
         self._begun.update(ranks)
@@ -109,7 +110,7 @@ class Children:
         return found
 
     def _take(self, line: Connection, found: dict[int, Recorded]) -> None:
-        """Takes a message of a child."""
+        """Handles a message from a child."""
         kind, *rest = marshal.loads(line.recv_bytes())
         if kind == "sent":
             route = _route(rest[0])
@@ -129,7 +130,7 @@ class Children:
             waitpid(child.pid, 0)
 
     def _answer(self, line: Connection, route: Route, number: int) -> None:
-        """Answers a child that waits for a value, if it is known. Otherwise sees that its sender is recorded."""
+        """Answers a child that waits for a value, if it is known. Otherwise queues the value's sender for recording."""
         known = self._mail.sent(route) or self._sent[route]
         if number < len(known):
             self._waiting.pop(line, None)
@@ -150,7 +151,7 @@ class Children:
         self._children[near] = _Child(rank, pid, near)
 
     def _be_child(self, rank: int, line: Connection) -> None:
-        """Records a rank, hands it on, and ends the process."""
+        """Records a rank, hands its trace to the parent, and ends the process."""
         status = 1
         try:
             for other in self._children:
@@ -170,7 +171,7 @@ class Children:
             _exit(status)
 
     def _end(self) -> None:
-        """Ends children that are left."""
+        """Ends the remaining children."""
         for line, child in self._children.items():
             line.close()
             with suppress(ProcessLookupError):
@@ -209,7 +210,7 @@ def _flush() -> None:
 def _import(names: Sequence[str]) -> None:
     for name in names:
         if name not in sys.modules:
-            with suppress(ImportError):  # some modules of torch are no files
+            with suppress(ImportError):  # some modules of torch are not files
                 importlib.import_module(name)
 
 
@@ -240,7 +241,7 @@ def _unpacked_tensor(values: tuple[str, tuple[int, ...], bytes] | None) -> Tenso
 
 
 def has_device_threads() -> bool:
-    """Whether torch runs backwards in threads of its own, which a forked child lacks: it does for each accelerator."""
+    """Whether torch has threads of its own for backward passes, one per accelerator, which a forked child lacks."""
     return torch.accelerator.is_available()
 
 

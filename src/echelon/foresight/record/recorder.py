@@ -70,7 +70,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self.log, self.memory, self.routing = recording.log, recording.memory, recording.routing
         self._results = FakeResults()
         self._of_overflow: set[int] = set()
-        """Storages that say whether values are infinite or not a number. They are taken to be 0 or false."""
+        """Storages that say whether values are infinite or not a number. They are assumed to be 0 or false."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,7 +79,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # three of four calls, since torch asks fake tensors for it in Python
         for kind in types:
             if kind not in _PLAIN:
-                return NotImplemented  # such as DTensor: the operations on its tensors come here
+                return NotImplemented  # such as DTensor: the operations on its inner tensors come here
         kwargs = kwargs or {}
         facts = operator(func)
         inputs = list(_tensors(args))
@@ -148,7 +148,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, facts: Operator, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         number = self.memory.number
-        # Before the operation: an input that is new counts from before its outputs on.
+        # Before the operation, so that the memory of a new input counts before that of its outputs.
         with without_functions():
             before = [number(each) for each in inputs]
         out = self._results.run(func, args, kwargs)
@@ -221,7 +221,7 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
     if inputs and facts.name != "lift_fresh":
         small = all(each.numel() <= (1 if each.is_floating_point() else _SMALL) for each in inputs)
         return small or _of_own(sys._getframe(2)) is not None
-    # Of an operator without inputs only the caller says whether its tensor has to have values.
+    # For an operator without inputs, only the caller shows whether its tensor needs values.
     frame = sys._getframe(2)
     if (own := _of_own(frame)) is not None:
         return own.endswith(_OWN_ON_HOST)
@@ -236,7 +236,7 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
 
 
 def _of_own(frame: FrameType | None) -> str | None:
-    """Returns the file of this package that calls an operation. None if it is another's file."""
+    """Returns the file of this package that calls an operation. None if the caller is not of this package."""
     while frame is not None:
         path = frame.f_code.co_filename
         if is_own(path) and _RECORDING not in path and not path.endswith(_OWN_MEMORY):
@@ -275,6 +275,6 @@ def _by_storage(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, int]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes that a kernel moves for a tensor: at most the size of its storage, as of an expanded one."""
+    """Returns the bytes that a kernel moves for a tensor: at most the size of its storage, as for an expanded one."""
     size = tensor.numel() * tensor.element_size()
     return size if size <= 4096 else min(size, tensor.untyped_storage().nbytes())

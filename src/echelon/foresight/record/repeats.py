@@ -1,10 +1,10 @@
-"""Microbatches that repeat an earlier one: their entries are made up, and their modules do not run.
+"""Microbatches that repeat an earlier one: their entries are copied from it, and their modules do not run.
 
 Strategy. A microbatch is a call of a module that no other module calls, and the backward pass through its output. Both
-are recorded as segments of the log, with all that decides about them: the module's hooks, flags and the gradients that
-exist, the forms of inputs and gradients, and the program's line. A later microbatch with equal facts repeats both, if
-together they left the module as they found it, and no memory but that of results. A repeated call returns tensors of
-the recorded form. Their node in the graph writes the entries of the backward pass.
+are recorded as segments of the log, with all facts that determine them: the module's hooks, flags and the gradients
+that exist, the forms of inputs and gradients, and the program's line. A later microbatch with equal facts repeats both,
+if together they left the module as they found it, and no memory allocated but that of results. A repeated call returns
+tensors of the recorded form. Their node in the graph writes the entries of the backward pass.
 
 In the step that is kept, the first, the second and the last microbatch always run, and are compared. A difference
 ends the recording: it is then done again, with all microbatches.
@@ -43,7 +43,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class NotRepeated(BaseException):
-    """Raised in a program whose microbatches differ where they were taken to be equal: all of them have to run.
+    """Raised in a program whose microbatches differ where they were assumed to be equal: all of them have to run.
 
     A BaseException: `except Exception` does not catch it.
     """
@@ -59,7 +59,7 @@ class _Moment(NamedTuple):
     storages: tuple[int | None, ...]
     """Storages of the module's tensors."""
     counts: tuple[int, ...]
-    """Numbers of what no repeated call can do: exchanges of values, groups and streams."""
+    """Counts of exchanged values, groups and streams, none of which a repeated call can make."""
 
     @property
     def state(self) -> tuple[Hashable, Hashable, tuple[int | None, ...]]:
@@ -96,7 +96,7 @@ class _Call:
     original: _Call | None = None
     """Call that it repeats. None: it has run."""
     held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    """Memory that the graph would keep until some time of the backward pass."""
+    """Memory that the graph would keep until some point of the backward pass."""
 
     @property
     def written(self) -> Segment:
@@ -130,7 +130,7 @@ class _Known:
     """Calls with equal facts."""
 
     call: _Call
-    """Latest one that has run."""
+    """Latest call that has run."""
     backwards: dict[Hashable, _Backward] = field(default_factory=dict)
     """Latest backward pass by its facts."""
     is_repeated: bool = False
@@ -188,7 +188,7 @@ class Repeats:
         """Ends a step.
 
         Raises:
-            NotRepeated: the last microbatch has not run.
+            NotRepeated: the last microbatch of the last step has not run, or a repeated call has had no backward pass.
         """
         self._num_left -= 1
         if self._num_open or (
@@ -344,7 +344,7 @@ class Repeats:
             self._passes.pop()
 
     def _backward_begins(self, module: nn.Module, call: _Call, output: int, gradient: torch.Tensor) -> None:
-        """Notes that the gradient of a result has come."""
+        """Notes that the gradient of a result has arrived."""
         with without_functions():
             number = self._memory.known(gradient) if type(gradient) is FakeTensor else None
         if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call or number is None:
@@ -510,7 +510,7 @@ class Repeats:
         for entry in moved(former.segment, places, storages):
             if type(entry) is Free:
                 if entry.storage in call.held:
-                    del call.held[entry.storage]  # its end writes the entry
+                    del call.held[entry.storage]  # the end of the storage writes the entry
                     continue
                 if entry.storage == number:
                     self._memory.disown(gradient)
@@ -555,7 +555,7 @@ def _storages(
 
 
 def _is_equal(former: Segment, again: Iterator[Entry], segment: Segment) -> bool:
-    """Whether a moved segment is another one."""
+    """Whether a moved segment equals another one."""
     return (
         len(former.entries) == len(segment.entries)
         and segment.begin.plus(former.end, former.begin) == segment.end
@@ -570,13 +570,13 @@ def _repeats_here() -> Repeats | None:
 
 @cache
 def can_repeat() -> bool:
-    """Whether this torch has the names by which the state of modules is known."""
+    """Whether this torch has the private names that repeated microbatches need."""
     return not missing(REPEATS_NAMES)
 
 
 @contextmanager
 def microbatches_repeated() -> Iterator[None]:
-    """Inside, modules of recorded ranks are called by the `Repeats` of their recording, if it has some."""
+    """Inside, modules of recorded ranks are called by the `Repeats` of their recording, if it has one."""
     original = nn.Module.__call__
 
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Values of indices and masks that follow from a choice among fake numbers, such as the experts of each token.
 
-Which experts a router chooses is unknown, since its numbers are fake. The choice is taken to be even: each expert gets
-as many tokens as the others. The indices that `topk` returns then have values, and so have the masks, counts and
-positions that a program computes from them. A result whose shape depends on values, as that of `nonzero`, gets the
+Which experts a router chooses is unknown, since its numbers are fake. The choice is assumed to be even: each expert
+gets as many tokens as the others. The indices that `topk` returns then have values, and so have the masks, counts and
+positions that a program computes from them. A result whose shape depends on values, such as that of `nonzero`, gets the
 shape of an even choice.
 """
 
@@ -63,7 +63,7 @@ _ASSUMED: Mapping[Any, tuple[str, Callable[[Tensor], Tensor]]] = {
     _aten.bincount.default: ("all elements are 0", torch.zeros_like),
     _aten.repeat_interleave.Tensor: ("each element is repeated once", torch.ones_like),
 }
-"""Operators whose results have a shape that depends on values: those assumed of a tensor without known ones."""
+"""Operators whose results have a shape that depends on values: the assumption for an input without known values."""
 _COLLECTIVES: Mapping[str, Callable[[Tensor, int, int], Tensor]] = {
     "all_reduce(sum)": lambda value, _, size: value * size,
     "all_reduce(max)": lambda value, *_: value,
@@ -71,7 +71,7 @@ _COLLECTIVES: Mapping[str, Callable[[Tensor, int, int], Tensor]] = {
     "all_gather": lambda value, _, size: value.reshape(-1).repeat(size),
     "all_to_all": lambda value, rank, size: value.reshape(-1).tensor_split(size)[rank].repeat(size),
 }
-"""Results of collectives, by a rank's own values, its rank and the size of the group, as all ranks choose alike."""
+"""Results of collectives from a rank's own values, its rank and the size of the group, if all ranks choose alike."""
 
 
 MASKS = frozenset({torch.bool, torch.uint8})
@@ -82,7 +82,7 @@ class _Known(NamedTuple):
 
     value: Tensor
     is_chosen: bool
-    """Whether they follow from a choice, and not from what the program wrote alone."""
+    """Whether they follow from a choice, and not only from numbers that the program wrote."""
     holder: weakref.ref[Tensor]
 
 
@@ -96,7 +96,7 @@ def decides_shape(func: Any) -> bool:
 
 
 def without_masks(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operator that takes masks with the positions of their elements instead, as torch does on a GPU."""
+    """Runs an operator with the positions of true elements in place of masks, as torch does on a GPU."""
     if name == "masked_select":
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
         source, mask = args[0].expand(shape), args[1].expand(shape)
@@ -237,7 +237,7 @@ class Routing:
     def communicated(
         self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int
     ) -> None:
-        """Computes the result of a collective of one tensor, as all ranks choose alike. Others become unknown."""
+        """Computes the result of a collective of one tensor, as if all ranks chose alike. Others become unknown."""
         if not self._values and not self._filled:
             return
         known = self._values.get(id(inputs[0])) if len(inputs) == len(outputs) == 1 else None

@@ -64,12 +64,12 @@ _BACKEND = "echelon-recorded"
 """Name under which torch.distributed makes groups of recorded ranks."""
 
 MANY_ENTRIES = 20_000
-"""Entries of ranks that are recorded in child processes: some seconds. A fork takes some hundredths of one."""
+"""Entries of ranks, a few seconds' work, above which child processes record them. A fork takes hundredths of one."""
 MANY_RANKS = 16
-"""Ranks of a world of which even the first ones are recorded in child processes."""
+"""Size of a world above which even the first ranks are recorded in child processes."""
 
 Choose: TypeAlias = Callable[[Mapping[int, Trace]], Sequence[int]]
-"""Function that returns the ranks to record next, of the traces by rank so far."""
+"""Function that returns the ranks to record next. It gets the traces so far, by rank."""
 
 
 class Request(NamedTuple):
@@ -90,13 +90,13 @@ class Request(NamedTuple):
     until: str = ""
     """Function whose return ends a step. Empty: optimizers do."""
     timing: Timing | None = None
-    """Steps to time with real tensors, on one rank alone. None: recorded on fake ones."""
+    """Steps to time with real tensors, on one rank alone. None: steps are recorded with fake tensors."""
     answers: Answers = ()
     """Calls of that rank in an earlier recording."""
     full: bool = False
     """Whether all microbatches run, even if they repeat an earlier one."""
     keeps_calls: bool = False
-    """Whether the calls of all ranks are wanted, which are recorded in this process then."""
+    """Whether the calls of all ranks are wanted. All ranks are then recorded in this process."""
 
 
 class Records(NamedTuple):
@@ -150,7 +150,7 @@ def record_in_turn(request: Request, choose: Choose) -> Records:
 
     Args:
         request: the program.
-        choose: returns the ranks to record next, of those recorded so far. No ranks end the recording.
+        choose: returns the ranks to record next, and gets those recorded so far. No ranks end the recording.
     """
     try:
         return _record_in_turn(request, choose)
@@ -205,7 +205,7 @@ def _collected_by_hand() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # what is older is frozen, so it takes no time
+        gc.collect()  # older objects are frozen, so it takes no time
         gc.unfreeze()
         if was_enabled:
             gc.enable()
@@ -262,7 +262,7 @@ class _Run:
 
     def _record(self, ranks: Sequence[int]) -> None:
         """Records ranks in this process."""
-        # What others in child processes gave to collectives has gone with these: they run again if a rank needs it.
+        # Contributions of ranks in child processes are lost: these ranks run again if another one needs them.
         self._started.difference_update(self._in_children)
         self._world.scheduler.begin_anew()
         for rank in ranks:
@@ -270,14 +270,14 @@ class _Run:
         self._world.scheduler.run()
         if error := self._error():
             raise error
-        # Objects of these ranks are not looked at again: otherwise the collector takes longer with each rank.
+        # The collector does not look at objects of these ranks again: otherwise it takes longer with each rank.
         gc.collect()
         gc.freeze()
 
     # In children
 
     def _record_in_children(self, ranks: Sequence[int]) -> bool:
-        """Records ranks in child processes. False, without effect, if they have to be recorded in this one."""
+        """Records ranks in child processes. Returns False, without effect, if this process has to record them."""
         if not self._is_worth_forking(ranks):
             return False
         children = Children(self._exchange.mail, self._started.__contains__, self._record_alone, self.calls.cores)
@@ -299,12 +299,12 @@ class _Run:
             or not can_fork()
         ):
             return False
-        if not self.traces:  # it is not known yet how long the program is, and whether it is a pipeline
+        if not self.traces:  # the program's length is not known yet, nor whether it is a pipeline
             # A function that takes a group is written for Echelon, whose ranks need each other's values.
             is_ordinary = isinstance(self._request.fn, ProgramWithStates) or not self._request.call.takes_group
             return is_ordinary and len(self._request.hosts) > MANY_RANKS
         entries = [entry for trace in self.traces.values() for entry in trace.entries]
-        # The last stage of a pipeline brings in all stages before it.
+        # The last stage of a pipeline starts all stages before it.
         num_ranks = 2 if len(ranks) == 1 and any(isinstance(entry, Message) for entry in entries) else len(ranks)
         return num_ranks > 1 and num_ranks * len(entries) > MANY_ENTRIES * len(self.traces)
 
@@ -338,8 +338,8 @@ class _Run:
 
     def _run_rank(self, rank: int) -> None:
         torch.set_num_threads(1)
-        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # of a build without it
-        if self._request.gpu is not None:  # not true of the mesh of GPUs that the one of processors stands for
+        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # from a build without NCCL
+        if self._request.gpu is not None:  # not true of the mesh of GPUs, which one of CPUs represents
             warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
         world_size = len(self._request.hosts)
         backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)

@@ -1,8 +1,8 @@
-"""Parts of a rank's log, and the same part with the numbers of another place. Pure.
+"""Parts of a rank's log, and their copies at other places of the log, with other numbers. Pure.
 
-Two microbatches write the same entries, but for the numbers of the storages, events, communication and batches that
-they make. A log counts these up. So a segment makes the numbers between its begin and its end, and all of them move by
-one distance for each kind. Other storages, such as those of parameters, stay or have a counterpart.
+Two microbatches write the same entries, except for the numbers of the storages, events, communication and batches that
+they make. A log counts these up. So the numbers that a segment makes lie between its begin and its end, and its copy
+shifts all numbers of a kind by one distance. Other storages, such as those of parameters, stay or have a counterpart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Counters(NamedTuple):
     batch: int
 
     def plus(self, other: Counters, minus: Counters) -> Counters:
-        """Returns these counters after as many numbers as between `minus` and `other`."""
+        """Returns these counters, advanced by the difference of `other` and `minus`."""
         return Counters(*(own + end - begin for own, end, begin in zip(self, other, minus, strict=True)))
 
 
@@ -42,12 +42,12 @@ class Segment(NamedTuple):
     end: Counters
 
     def has_made(self, storage: int) -> bool:
-        """Whether a storage is of this segment."""
+        """Whether this segment made a storage."""
         return self.begin.storage <= storage < self.end.storage
 
     @property
     def made(self) -> set[int]:
-        """Storages of this segment that got memory in it."""
+        """Storages that this segment made and that got memory in it."""
         return {each.storage for each in self.entries if type(each) is Allocate and self.has_made(each.storage)}
 
     @property
@@ -68,7 +68,7 @@ def moved(segment: Segment, places: Iterable[Place], storages: Mapping[int, int]
 
     Args:
         segment: the segment.
-        places: the segment's own place, and those of earlier segments whose numbers it has.
+        places: the segment's own place, and those of earlier segments whose numbers it refers to.
         storages: counterparts of other storages.
     """
     shift = _Shift(tuple(places), storages)

@@ -29,9 +29,9 @@ class Timing(NamedTuple):
     """Steps that are timed with real tensors, after the others."""
 
     steps: int
-    """How many at least."""
+    """Least number of steps."""
     seconds: float
-    """How long at least."""
+    """Least time of all of them."""
     clock: Callable[[], float] = time.perf_counter
     """Returns the seconds of the program so far."""
     meet: Callable[[], None] = lambda: None
@@ -86,7 +86,7 @@ class Steps:
         log = self._log
         if not log.optimizer_depth:
             if optimizer in self._stepped and self._by_optimizers:
-                # Another one has not stepped, and perhaps never will. The step was over with the last one that did.
+                # Another optimizer has not stepped, and perhaps never will. The step ended with the last one that did.
                 self._made = weakref.WeakSet(self._stepped)
                 self._finish(*self._end)
             if self._timing is not None:
@@ -126,7 +126,7 @@ class Steps:
         self._finish(len(self._log.entries), len(self._log.calls), list(self._memory.live.values()))
 
     def _finish(self, position: int, num_calls: int, live: list[Allocate]) -> None:
-        """Ends a step after `position` entries and some calls."""
+        """Ends a step after `position` entries and `num_calls` calls."""
         self._log.calls.end_step(num_calls, position)
         self.entries, self.live = self._log.entries[:position], self._live_at_begin
         self.computed = self._log.drop(position)
@@ -175,7 +175,7 @@ def _has_parameters(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def steps_noted(steps_here: Callable[[], Steps | None]) -> Iterator[None]:
-    """Inside, optimizers note their steps in the `Steps` of the calling thread, if it has some."""
+    """Inside, optimizers note their steps in the `Steps` of the calling thread, if it has one."""
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if (steps := steps_here()) is not None:

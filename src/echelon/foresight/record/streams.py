@@ -16,7 +16,7 @@ class Stream:
     """Stream of the device, by its number. 0 is the default stream."""
 
     def __init__(self, device: object = None, priority: int = 0, *, number: int | None = None, **_: object) -> None:
-        """Makes a new stream, or the one of a number."""
+        """Makes a new stream, or the stream with a number."""
         log = _log()
         self.stream_id = (0 if log is None else log.new_stream()) if number is None else number
         self.priority = priority
@@ -32,7 +32,7 @@ class Stream:
             log.entries.append(WaitEvent(self.stream_id, event.number))
 
     def wait_stream(self, stream: Stream) -> None:
-        """Makes the stream wait for all that another stream has been given."""
+        """Makes the stream wait for all work of another stream so far."""
         if stream.stream_id != self.stream_id:
             self.wait_event(stream.record_event())
 

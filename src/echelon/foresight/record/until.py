@@ -52,7 +52,7 @@ class Until:
         return _ends(f"{module}.{frame.f_code.co_qualname.replace('<locals>.', '')}", self._name)
 
     def missing(self, rank: int) -> LaunchError:
-        """Returns the error for a function that has never returned, with names like it if it was never called."""
+        """Returns the error for a function that has never returned, with similar names if it was never called."""
         names = {code.co_qualname.replace("<locals>.", "") for code in self._called if not is_foreign(code.co_filename)}
         if any(_ends(name, self._name) for name in names):
             return LaunchError(
@@ -71,5 +71,5 @@ def _ends(name: str, part: str) -> bool:
 
 
 def _returns(frame: FrameType) -> bool:
-    """Whether a frame ends by its value. The hook is called for exceptions and yielded values as well."""
+    """Whether a frame ends by returning a value. The hook is called for exceptions and yielded values as well."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in _RETURNS

@@ -32,11 +32,11 @@ class RecordedWork(EchelonWork):
         """Makes a Work that is complete.
 
         Args:
-            log: of the rank.
-            number: of the entry. -1: it has none, as of real values.
+            log: log of the rank.
+            number: number of the entry. -1: it has none, as for real values.
             tensors: its results.
             is_waited_for: whether the caller has waited already.
-            settle: is called by the first wait, as to receive a value.
+            settle: is called by the first wait, for instance to receive a value.
         """
         super().__init__()
         self._log = log
@@ -44,7 +44,7 @@ class RecordedWork(EchelonWork):
         self._number = number
         self._tensors = list(tensors)
         self._is_waited_for = False
-        # A Work may be kept for long, and must not keep memory.
+        # A Work may be kept for a long time, and must not keep memory.
         self._after = [weakref.ref(tensor) for tensor in tensors]
         if is_waited_for:
             self._waited()

@@ -1,7 +1,7 @@
 """Writes of a recorded program, which are skipped: tensors without values must not overwrite a checkpoint.
 
-Functions of libraries are replaced wherever a module holds them, since programs import them by name. Threads of no
-recorded rank, and not started by one, call the original ones.
+Functions of libraries are replaced wherever a module holds them, since programs import them by name. Threads that
+neither belong to a recorded rank nor were started by one call the original functions.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def no_writes(*, allow_files: bool) -> Iterator[None]:
     """Inside, recorded programs write no checkpoints, and change no files.
 
     Args:
-        allow_files: whether they may open files for writing, and change folders, all the same.
+        allow_files: whether they may open files for writing, and change folders, nevertheless.
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(threading.Thread, "start", _inheriting(threading.Thread.start)))
@@ -114,17 +114,17 @@ class _Files:
             yield getattr(os, name), self._reading(getattr(os, name))
 
     def _find(self, recording: Recording, path: str) -> str | None:
-        """Returns the path in the folder of the recording for one of the program. None if the real one counts."""
+        """Returns the path in the recording's folder for a path of the program. None if the real path is used."""
         found = recording.log.overlay.find(path) or path
         with _unrecorded():
             return found if self._scratch.has(found) else None
 
     def _target(self, recording: Recording, path: str, *, copies: bool) -> str:
-        """Returns the path to write in place of one, and notes the write.
+        """Returns the path to write in place of a path of the program, and notes the write.
 
         Args:
-            recording: of the program.
-            path: of the program.
+            recording: recording of the program.
+            path: path of the program.
             copies: whether the present content is needed.
         """
         found = self._find(recording, path)
@@ -162,7 +162,7 @@ class _Files:
             if recording is None or _is_device(os.fsdecode(path)):
                 return original(path, flags, mode, dir_fd=dir_fd)
             name = os.fsdecode(path)
-            # A file without a name is in no folder, though it is asked for by the name of one.
+            # A file without a name is in no folder, though it is opened by the name of one.
             if not flags & _WRITING or flags & _NAMELESS == _NAMELESS:
                 found = self._find(recording, name) if dir_fd is None else None
                 return original(found or path, flags, mode, dir_fd=dir_fd)
@@ -176,7 +176,7 @@ class _Files:
         original = io.FileIO
 
         class Files(type(original)):  # type: ignore[misc]
-            """Class of files, of which all files of the class that it replaces are instances, too."""
+            """Metaclass by which files of the replaced class are instances, too."""
 
             def __instancecheck__(cls, instance: object) -> bool:
                 return isinstance(instance, original)
@@ -306,7 +306,7 @@ class _Files:
         return gettempdir
 
     def _kept(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function whose file would be removed by a name that only the program knows."""
+        """Wraps a function that would remove its file by a name that exists only for the program."""
 
         @functools.wraps(original)
         def named(*args: Any, **kwargs: Any) -> Any:
@@ -408,7 +408,7 @@ def _writer() -> Recording | None:
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Inside, the calling thread's own files are real."""
+    """Inside, the calling thread uses real files."""
     before = getattr(_own, "calls", False)
     _own.calls = True
     try:
@@ -445,7 +445,7 @@ def _skipping(original: Callable[..., Any], name: str, result: Callable[[], Any]
 
 @contextmanager
 def _replaced_everywhere(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, every module that holds one of some functions holds its replacement."""
+    """Inside, every module that holds one of these functions holds its replacement instead."""
     _exchange(replacements)
     try:
         yield
