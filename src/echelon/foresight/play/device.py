@@ -166,8 +166,6 @@ class Device:
         return max(moving, computing, self.kernel_seconds * launches)
 
 
-# A step has tens of distinct shapes and thousands of kernels.
-@lru_cache(maxsize=100_000)
 @cache
 def _expected_maximum(number: int) -> float:
     """Returns the expected maximum of independent normal variables, in standard deviations."""
@@ -176,6 +174,8 @@ def _expected_maximum(number: int) -> float:
     return sum(x * number * normal.pdf(x) * normal.cdf(x) ** (number - 1) * width for x in values)
 
 
+# A step has tens of distinct shapes and thousands of kernels.
+@lru_cache(maxsize=100_000)
 def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: int) -> float:
     """Returns the time of `batch` products of (m, k) by (k, n) matrices.
 
