@@ -78,7 +78,7 @@ def test_a_page_has_figures_lanes_memory_and_lines(step, tmp_path):
         "4.00 s",
         "100",  # tokens per second
         "50.0%",
-        "stands for 4 ranks",
+        "represents 4 ranks",
         "forward, 1.00 s: mm at train.py:1",
         "all_gather, 2.00 s: 0.0 MiB of float32 by ring at train.py:2",
         "exposed, 2.00 s: all_gather of",
@@ -92,7 +92,7 @@ def test_a_page_has_figures_lanes_memory_and_lines(step, tmp_path):
         assert part in text
     rows = data_of(text_of_page)["panels"][0]["rows"]
     assert [row["title"] for row in rows] == ["compute", "g0", "exposed"]
-    assert rows[0]["head"] == "rank 0: stands for 4 ranks, 4.00 s"
+    assert rows[0]["head"] == "rank 0: represents 4 ranks, 4.00 s"
     assert [len(row["parts"]) // 3 for row in rows] == [2, 1, 1]
     assert {"forward", "backward", "all-gather", "exposed communication"} <= set(page.texts)
 

@@ -135,7 +135,7 @@ def _timeline(seen: Foreseen) -> str:
     rows = []
     for rank, role in shown:
         count = seen.classes.count(rank)
-        of = f"stands for {count} ranks, " if count > 1 else ""
+        of = f"represents {count} ranks, " if count > 1 else ""
         heads = chain([f"rank {rank}: {of}{seconds_text(role.seconds)}"], repeat(""))
         lanes = lanes_of(role, most, most_parts)
         rows += [lane.for_browsers(seen.step_seconds, head) for lane, head in zip(lanes, heads, strict=False)]
