@@ -136,7 +136,7 @@ def test_contributions_that_are_missing_double_or_foreign():
     ]
 
 
-def test_a_deadlock_is_shown_as_a_circle():
+def test_a_deadlock_is_shown_as_a_cycle():
     plan = Plan.from_text("polite: 3 ranks, 1 chunks\nrank 0: 0<2 | 0>1\nrank 1: 0<0 | 0>2\nrank 2: 0<1 | 0>0")
     assert problems_of("broadcast", plan) == (
         "ranks wait for each other (deadlock): rank 0, round 0 for rank 2; rank 2, round 0 for rank 1; "

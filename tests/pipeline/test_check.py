@@ -195,7 +195,7 @@ def test_weights_without_the_input():
     ]
 
 
-def test_a_deadlock_names_the_ranks_and_actions_in_the_circle_only():
+def test_a_deadlock_names_the_ranks_and_actions_in_the_cycle_only():
     orders = list(map(list, build("1f1b", 4, 4).orders))
     # Rank 1 wants the gradient of microbatch 0 before it lets microbatch 1 go on; rank 2 wants it the other way round.
     orders[1] = [Action(1, "F", 0), Action(1, "B", 0), *(step for step in orders[1] if step.microbatch > 0)]

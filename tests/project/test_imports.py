@@ -106,11 +106,11 @@ def test_no_file_imports_itself_by_way_of_others():
         module: {module_of(name) for name in imports(tree, late=False)} - {None, module}
         for module, tree in MODULES.items()
     }
-    assert find_circle(graph) == []
+    assert find_cycle(graph) == []
 
 
-def find_circle(graph):
-    """Returns modules that import each other in a circle; [] if there is none."""
+def find_cycle(graph):
+    """Returns modules that import each other in a cycle; [] if there is none."""
     done, path = set(), []
 
     def visit(module):
@@ -119,10 +119,10 @@ def find_circle(graph):
         if module in done:
             return []
         path.append(module)
-        circle = next(filter(None, map(visit, sorted(graph[module]))), [])
+        cycle = next(filter(None, map(visit, sorted(graph[module]))), [])
         path.pop()
         done.add(module)
-        return circle
+        return cycle
 
     return next(filter(None, map(visit, sorted(graph))), [])
 
@@ -177,4 +177,4 @@ def test_this_test_sees_what_it_looks_for():
     assert module_of("echelon.timeline.figure.draw") == "timeline.figure"
     assert module_of("echelon.backends.formats.wire.Frame") == "backends.formats.wire"
     assert module_of("torch.nn") is None
-    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]

@@ -75,7 +75,7 @@ class Reduction(NamedTuple):
     factor: float | Tensor | None = None
     """Factor of this rank's tensor (PREMUL_SUM). None: no factor."""
     divisor: int | None = None
-    """Number of ranks, for a mean of integers, which is rounded towards zero as NCCL's. None: no division."""
+    """Number of ranks, for a mean of integers, which is rounded towards zero as by NCCL. None: no division."""
 
     @classmethod
     def of(cls, runner: Runner, opts: ReduceOptions | None, tensors: Tensors) -> Reduction:
@@ -288,7 +288,7 @@ def _all_gather_many(runner: Runner, places: Sequence[Tensors], inputs: Tensors,
     num_ranks = runner.group.world_size
     rows = [row(tensor, outputs, num_ranks) for tensor, outputs in zip(inputs, places, strict=True)]
     uneven = [number for number, outputs in enumerate(places) if rows[number].dim() == 1 and len(outputs) == num_ranks]
-    # With their sizes, of which the sum alone would tell nothing about each output.
+    # With their sizes: their sum alone would not check each output.
     sizes = [_sizes([rows[number] for number in uneven])] if uneven else []
     call = partial(runner.group.all_gather_coalesced, [*rows, *sizes])
 

@@ -1,6 +1,6 @@
 """Process group of torch.distributed over one of Echelon.
 
-Tensors on the CPU go by Echelon. "cpu:echelon,cuda:nccl" asks torch for a group with a backend per device type, but a
+Echelon carries tensors on the CPU. "cpu:echelon,cuda:nccl" asks torch for a group with a backend per device type, but a
 group written in Python has no further backends. So calls with tensors of another device are forwarded to a second torch
 group with the same ranks, which the first such call makes.
 """

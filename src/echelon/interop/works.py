@@ -66,7 +66,7 @@ class Outcome(Future[T], Generic[T]):
         try:
             value = function()
         except Exception as error:
-            # torch's C++ takes an exception that Python sets for a value like any other. It finds a value's tensors by
+            # torch's C++ treats an exception that Python sets like any other value. It finds a value's tensors by
             # pickling it, so this value raises the error when pickled.
             fail_when_unwrapped(self, error)
             self.set_result(_Failure(error))  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ def exit_status(returncode: int) -> int:
 
 def blamed_rank(error: BaseException) -> int | None:
     """Returns the rank that failed or departed according to the chain of `error`. None if it names none."""
-    # Down the chain: a program may have wrapped our error in its own. It is a circle if one error was raised twice.
+    # Down the chain: a program may have wrapped our error in its own. It is a cycle if one error was raised twice.
     current: BaseException | None = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:

@@ -364,8 +364,8 @@ def _impossible(plan: Plan) -> Iterator[str]:
 
 
 def _deadlocks(standing: dict[int, Standing]) -> Iterator[str]:
-    """Yields a problem for each rank that waits for a message that is never sent, and for each circle of waits."""
-    # Each rank waits for one other, so following the waits ends at a rank that has finished, or in a circle.
+    """Yields a problem for each rank that waits for a message that is never sent, and for each cycle of waits."""
+    # Each rank waits for one other, so following the waits ends at a rank that has finished, or in a cycle.
     seen: set[int] = set()
     for first in standing.values():
         path: list[int] = []

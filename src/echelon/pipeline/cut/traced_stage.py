@@ -21,7 +21,7 @@ from echelon.pipeline.cut.tracing import TENSOR, Constant, Keyword, Trace, Trace
 
 @dataclass(frozen=True)
 class StageGraph:
-    """StageGraph of a stage in one mode.
+    """Operations of a stage in one mode, as code.
 
     Args:
         trace: Trace of the whole model.
@@ -101,7 +101,7 @@ class TracedStage(nn.Module):
         """Makes a stage without its weights.
 
         Args:
-            training, evaluation: programs of the stage in these modes.
+            training, evaluation: operations of the stage in these modes.
             stage: index of the stage.
             num_stages: number of stages of the model.
         """

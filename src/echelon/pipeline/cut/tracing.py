@@ -250,7 +250,7 @@ def _fresh(leaf: object) -> object:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     # A copy, because one tensor that is given twice would be traced as one input. Export takes a size of 1 to be always
-    # 1, so that a single sample is doubled to leave their number open.
+    # 1, so a single sample is doubled to leave their number open.
     tensor = torch.zeros_like(leaf, device="cpu") if leaf.is_meta else leaf.detach().clone()
     return torch.cat([tensor, tensor]) if tensor.dim() and len(tensor) == 1 else tensor
 

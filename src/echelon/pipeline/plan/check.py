@@ -1,10 +1,10 @@
 """Checker of schedules.
 
 Two passes. `find_problems` looks at each rank alone, for actions that are missing, doubled, on the wrong rank, or
-before an action of the same stage that they need. `find_circles` looks for deadlocks: ranks that wait for each other.
+before an action of the same stage that they need. `find_cycles` looks for deadlocks: ranks that wait for each other.
 
 Strategy of the second pass. The schedule is played. A rank that stands still waits for one action of one rank, which
-stands still as well. So following the waits from any of these ranks leads into a circle. The circle is reported, one
+stands still as well. So following the waits from any of these ranks leads into a cycle. The cycle is reported, one
 wait in it is granted, and the schedule is played again, since there may be others.
 """
 
@@ -29,7 +29,7 @@ class Mistake(NamedTuple):
     places: tuple[Place, ...]
 
 
-# One mistake can cause many circles, and each costs one more run of the schedule.
+# One mistake can cause many cycles, and each costs one more run of the schedule.
 _MOST_CIRCLES = 8
 
 
@@ -43,10 +43,10 @@ class _Wait(NamedTuple):
     maker_place: Place
 
 
-def find_circles(
+def find_cycles(
     schedule: Schedule, orders: Sequence[Sequence[Step]], granted: Collection[Handover]
 ) -> Iterator[Mistake]:
-    """Yields a problem for each circle of waits, up to 8.
+    """Yields a problem for each cycle of waits, up to 8.
 
     Args:
         schedule: Gives the placement and the sizes.
@@ -61,10 +61,10 @@ def find_circles(
         standing = {rank: len(ends) for rank, ends in enumerate(ran.ends) if len(ends) < len(orders[rank])}
         if not standing:
             return
-        circle = _circle(_waits(orders, standing, schedule.num_stages, granted))
-        yield _problem(circle)
-        # Breaks this circle, so the next run stops at another one or comes to the end.
-        granted.add(circle[0].need)
+        cycle = _cycle(_waits(orders, standing, schedule.num_stages, granted))
+        yield _problem(cycle)
+        # Breaks this cycle, so the next run stops at another one or comes to the end.
+        granted.add(cycle[0].need)
 
 
 def _waits(
@@ -92,8 +92,8 @@ def _waits(
     return waits
 
 
-def _circle(waits: dict[int, _Wait]) -> list[_Wait]:
-    """Follows the waits until a rank repeats, and returns the waits of the circle."""
+def _cycle(waits: dict[int, _Wait]) -> list[_Wait]:
+    """Follows the waits until a rank repeats, and returns the waits of the cycle."""
     path: list[int] = []
     rank = min(waits)
     while rank not in path:
@@ -102,14 +102,14 @@ def _circle(waits: dict[int, _Wait]) -> list[_Wait]:
     return [waits[rank] for rank in path[path.index(rank) :]]
 
 
-def _problem(circle: Sequence[_Wait]) -> Mistake:
-    places = tuple(place for wait in circle for place in (wait.place, wait.maker_place))
-    if len(circle) == 1:
-        wait = circle[0]
+def _problem(cycle: Sequence[_Wait]) -> Mistake:
+    places = tuple(place for wait in cycle for place in (wait.place, wait.maker_place))
+    if len(cycle) == 1:
+        wait = cycle[0]
         text = f"{where(wait.step, wait.place)} comes before {where(wait.maker, wait.maker_place)}, which it needs"
         return Mistake(text, places)
     waits = "; ".join(
-        f"{where(wait.step, wait.place)} waits for {where(wait.maker, wait.maker_place)}" for wait in circle
+        f"{where(wait.step, wait.place)} waits for {where(wait.maker, wait.maker_place)}" for wait in cycle
     )
     return Mistake(f"ranks wait for each other (deadlock): {waits}", places)
 
@@ -140,12 +140,12 @@ def find_problems(schedule: Schedule) -> tuple[Mistake, ...]:
     complete = 1 if schedule.forward_only else _EVERYTHING
     # Fast path of a valid schedule: it needs no index of places, which explanations do.
     if not suspects and done.count(complete) == len(done):
-        return tuple(find_circles(schedule, schedule.orders, set()))
+        return tuple(find_cycles(schedule, schedule.orders, set()))
     places = _places(schedule)
     return (
         *(_explained(suspect, schedule, places) for suspect in suspects),
         *(_missing(key, what, schedule) for key, what in enumerate(done) if what != complete),
-        *find_circles(schedule, _playable(schedule, suspects), _granted(schedule, suspects, done)),
+        *find_cycles(schedule, _playable(schedule, suspects), _granted(schedule, suspects, done)),
     )
 
 
