@@ -429,3 +429,33 @@ def chooses_badly(group):
 def test_what_one_rank_finds_out_is_told_to_all():
     for message in echelon.simulate(chooses_badly, 2, timeout=20.0).results:
         assert "works for 4 samples only" in message
+
+
+def one_rank_cannot_trace(group):
+    mesh = echelon.Mesh(group, dp=2, pp=2)
+    model, width = (Four(), 3) if group.rank == 2 else (WithCache(), 4)
+    example = (torch.ones(4, width),)
+    try:
+        Pipeline(model, mesh["pp"], "1f1b", 2, mean_of_squares, example=example, data_parallel=mesh["dp"])
+    except echelon.PartitionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_error_of_any_rank_is_told_to_all():
+    for message in echelon.simulate(one_rank_cannot_trace, 4, timeout=20.0).results:
+        assert "works for 4 samples only" in message
+
+
+def test_all_ranks_trace_before_one_measures(monkeypatch):
+    """A model takes seconds to trace: rank 1 neither waits for the measurement nor disturbs it."""
+    steps = []
+
+    def noted(name):
+        function = getattr(cutting, name)
+        monkeypatch.setattr(cutting, name, lambda *args, **kwargs: steps.append(name) or function(*args, **kwargs))
+
+    noted("trace")
+    noted("_measure")
+    echelon.simulate(train, 2, (None, [(2, 5)]), timeout=20.0)
+    assert steps == ["trace", "trace", "_measure"]

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from echelon.errors import PartitionError
 from echelon.pipeline.cut.graph_cut import boundaries
 from echelon.pipeline.cut.traced_stage import TracedStage, build_stages
-from echelon.pipeline.cut.tracing import trace
+from echelon.pipeline.cut.tracing import Traces, trace
 from echelon.pipeline.plan.partition import partition
 from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
 from echelon.pipeline.stage.replay import keyed
@@ -95,7 +95,7 @@ def split(
     if at is not None:
         at = _names(at)
         num_stages = _agreeing(num_stages, len(at) + 1, f"at={at}")
-    inputs = _example(example, example_kwargs)
+    inputs = example_of(example, example_kwargs)
     if isinstance(model, Parts):
         _refuse_hints("parts are cut already", at, inputs)
         _agreeing(num_stages, len(model), "the split model")
@@ -109,10 +109,7 @@ def split(
         raise PartitionError(
             "the number of parts is missing: name the layers that parts begin with (at=), or give num_stages"
         )
-    # A name inside of a layer needs a trace, like a cut inside of any other module.
-    if isinstance(model, nn.Sequential) and (at is None or set(at) <= {name for name, _ in _layers(model)}):
-        return _of_sequential(model, num_stages, at, inputs)
-    return _of_any(model, num_stages, at, inputs)
+    return divide(model, num_stages, at, inputs, trace_of(model, at, inputs))
 
 
 def _names(at: object) -> list[str]:
@@ -130,7 +127,12 @@ def _agreeing(num_stages: int | None, number: int, what: str) -> int:
     return number
 
 
-def _example(example: object, example_kwargs: object) -> Example | None:
+def example_of(example: object, example_kwargs: object) -> Example | None:
+    """Returns the arguments of `split` as one value. None if there are none.
+
+    Raises:
+        PartitionError: they are of the wrong type.
+    """
     if example is None and example_kwargs is None:
         return None
     if example is not None and (isinstance(example, str) or not isinstance(example, tuple | list)):
@@ -231,7 +233,15 @@ def _of_sequential(model: nn.Sequential, num_stages: int, at: Sequence[str] | No
     )
 
 
-def _of_any(model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs: Example | None) -> Parts:
+def trace_of(model: nn.Module, at: Sequence[str] | None, inputs: Example | None) -> Traces | None:
+    """Traces a model that is cut inside of its layers. It takes seconds. None for a cut between layers of a Sequential.
+
+    Raises:
+        PartitionError: the model cannot be traced.
+    """
+    # A name inside of a layer needs a trace, like a cut inside of any other module.
+    if isinstance(model, nn.Sequential) and (at is None or set(at) <= {name for name, _ in _layers(model)}):
+        return None
     if inputs is None and isinstance(model, nn.Sequential):
         raise PartitionError(
             f"at={at}, but the layers are {', '.join(name for name, _ in _layers(model))}: name some of them, or pass "
@@ -242,7 +252,25 @@ def _of_any(model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs:
             f"a {type(model).__name__} must be run once to be cut: pass example=(inputs,) like those of training, or "
             "an nn.Sequential, or a list with one module per stage"
         )
-    traces = trace(model, inputs.args, inputs.kwargs)
+    return trace(model, inputs.args, inputs.kwargs)
+
+
+def divide(
+    model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs: Example | None, traces: Traces | None
+) -> Parts:
+    """Cuts a model into parts, as `split`.
+
+    Args:
+        model, num_stages, at, inputs: as in `split`.
+        traces: result of `trace_of`.
+
+    Raises:
+        PartitionError: the model cannot be cut so.
+    """
+    if traces is None:
+        assert isinstance(model, nn.Sequential)
+        return _of_sequential(model, num_stages, at, inputs)
+    assert inputs is not None
     costs = None
     if at is None:
         candidates = boundaries(traces.training)

@@ -16,7 +16,7 @@ from echelon.arguments import named
 from echelon.errors import CollectiveMismatch, PartitionError, ScheduleError, UnsupportedOp
 from echelon.group.group import JsonLike, ProcessGroup, check_group
 from echelon.pipeline import schedules
-from echelon.pipeline.cut.cut import Parts, StageMaker, split
+from echelon.pipeline.cut.cut import Parts, StageMaker, divide, example_of, split, trace_of
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.stage.stage import Stage
 
@@ -216,11 +216,23 @@ def _cut(
     # Named layers and numbers of parameters give the same cut on every rank: nothing to broadcast.
     if at is not None or (example is None and example_kwargs is None):
         return split(model, schedule.num_stages, at=at, example=example, example_kwargs=example_kwargs)
+    groups = [group] if data_parallel is None else [data_parallel, group]
+    problem = ""
+    try:
+        inputs = example_of(example, example_kwargs)
+        traces = trace_of(model, at, inputs)  # takes seconds, so all ranks do it at the same time
+    except PartitionError as error:
+        problem = str(error)
+    # Every rank raises the error of any. No rank traces any more while the first one measures.
+    for each in groups:
+        problem = next((str(told) for told in each.all_gather_object(problem) if told), "")
+    if problem:
+        raise PartitionError(problem)
     mine: dict[str, JsonLike] = {}
     # Measured times differ from rank to rank, so the first one measures for all.
     if is_first:
         try:
-            parts = split(model, schedule.num_stages, example=example, example_kwargs=example_kwargs)
+            parts = divide(model, schedule.num_stages, at, inputs, traces)
         except PartitionError as error:
             mine = {"error": str(error)}  # broadcast like names, so that every rank raises it
         else:
@@ -228,15 +240,12 @@ def _cut(
             logger.info("cut by measured time:\n%s", parts)
     # From the measuring rank to rank 0 of each replica, then within each replica. Data-parallel groups of other ranks
     # carry nothing in the first broadcast.
-    told = mine if data_parallel is None else data_parallel.broadcast_object(mine, src=0)
-    told = group.broadcast_object(told, src=0)
+    told: JsonLike = mine
+    for each in groups:
+        told = each.broadcast_object(told, src=0)
     assert isinstance(told, dict)
     if "error" in told:
         raise PartitionError(str(told["error"]))
     names = told["at"]
     assert isinstance(names, list)
-    if is_first:
-        return parts
-    return split(
-        model, schedule.num_stages, at=[str(name) for name in names], example=example, example_kwargs=example_kwargs
-    )
+    return parts if is_first else divide(model, schedule.num_stages, [str(name) for name in names], inputs, traces)
