@@ -15,8 +15,8 @@
 #include "tensor.h"
 
 /* What is asked of torch and of the interpreter before each call: see `use_interpreter`. */
-enum { DISPATCH_DEPTH, TRANSFORM_STACK, FORWARD_LEVEL, INFERENCE_MODE, IS_NEGATIVE, COUNT_CHANGE, NEW_EMPTY, GET_FRAME, KIND_OF_FILE, NUM_FUNCTIONS };
-enum { FRAME_CODE = NUM_FUNCTIONS, FRAME_INSTRUCTION, FRAME_BACK, CODE_FILE, IS_CLOSED, DELIVERY, NONE, NO, ONE, NUM_OBJECTS };
+enum { DISPATCH_DEPTH, TRANSFORM_STACK, INFERENCE_MODE, COUNT_CHANGE, NEW_EMPTY, GET_FRAME, KIND_OF_FILE };
+enum { FORWARD_AD = KIND_OF_FILE + 1, LEVEL, CODE_FILE, IS_CLOSED, DELIVERY, NONE, NO, ONE, NUM_OBJECTS };
 /* Of source files, as `kind_of` in echelon.call_site tells. */
 enum { OF_USER, OF_LIBRARY };
 enum { NUM_CODES = 64 };
@@ -37,19 +37,20 @@ double seconds(void) {
     return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
-/* Returns the number that a function without arguments, or with one, returns; -1 for an error. */
-static long ask(int function, PyObject *argument) {
-    PyObject *answer = PyObject_CallFunctionObjArgs(objects[function], argument, NULL);
-    long number = answer ? PyLong_AsLong(answer) : -1;
+/* Returns a number, and drops its object; -1 for an error. */
+static long number_of(PyObject *object) {
+    long number = object ? PyLong_AsLong(object) : -1;
     if (PyErr_Occurred())
         PyErr_Clear();
-    if (answer)
-        Py_DecRef(answer);
+    if (object)
+        Py_DecRef(object);
     return number;
 }
 
+static long ask(int function) { return number_of(PyObject_CallNoArgs(objects[function])); }
+
 static bool has_transforms(void) {
-    PyObject *answer = PyObject_CallFunctionObjArgs(objects[TRANSFORM_STACK], NULL);
+    PyObject *answer = PyObject_CallNoArgs(objects[TRANSFORM_STACK]);
     if (!answer)
         PyErr_Clear();
     else
@@ -57,9 +58,12 @@ static bool has_transforms(void) {
     return answer != objects[NONE];
 }
 
-bool is_in_mode(void) { return ask(DISPATCH_DEPTH, NULL) || has_transforms() || ask(FORWARD_LEVEL, NULL) != -1; }
+/* The level of forward-mode AD, an attribute of torch's module: -1 outside of it. */
+static bool has_tangents(void) { return number_of(PyObject_GetAttr(objects[FORWARD_AD], objects[LEVEL])) != -1; }
 
-bool is_in_inference_mode(void) { return ask(INFERENCE_MODE, NULL); }
+bool is_in_mode(void) { return ask(DISPATCH_DEPTH) || has_transforms() || has_tangents(); }
+
+bool is_in_inference_mode(void) { return ask(INFERENCE_MODE); }
 
 bool is_none(PyObject *object) { return object == objects[NONE]; }
 
@@ -103,7 +107,7 @@ static long kind_of(PyObject *code) {
     if (codes[slot].code == code)
         return codes[slot].kind;
     PyObject *file = PyObject_GetAttr(code, objects[CODE_FILE]);
-    long kind = file ? ask(KIND_OF_FILE, file) : -1;
+    long kind = file ? number_of(PyObject_CallFunctionObjArgs(objects[KIND_OF_FILE], file, NULL)) : -1;
     if (file)
         Py_DecRef(file);
     PyObject *before = codes[slot].code;
@@ -115,35 +119,23 @@ static long kind_of(PyObject *code) {
     return kind;
 }
 
-static PyObject *part_of(PyObject *frame, int name) {
-    PyObject *part = PyObject_GetAttr(frame, objects[name]);
-    if (!part)
-        PyErr_Clear();
-    return part;
-}
-
 PyObject *calling_code(int64_t *instruction) {
     /* The group's method is the innermost frame: builtins have none. */
     PyObject *frame = PyObject_CallFunctionObjArgs(objects[GET_FRAME], objects[ONE], NULL), *found = NULL;
     if (!frame)
         PyErr_Clear();
-    while (frame && frame != objects[NONE]) {
-        PyObject *code = part_of(frame, FRAME_CODE);
-        long kind = code ? kind_of(code) : -1;
+    while (frame) {
+        PyObject *code = PyFrame_GetCode(frame);
+        long kind = kind_of(code);
         if (kind == OF_USER) {
-            PyObject *number = part_of(frame, FRAME_INSTRUCTION);
-            if (number) {
-                *instruction = PyLong_AsLong(number);
-                Py_DecRef(number);
-                found = code;
-                break;
-            }
+            *instruction = PyFrame_GetLasti(frame);
+            found = code;
+            break;
         }
-        if (code)
-            Py_DecRef(code);
+        Py_DecRef(code);
         if (kind != OF_LIBRARY)
             break;
-        PyObject *outer = part_of(frame, FRAME_BACK);
+        PyObject *outer = PyFrame_GetBack(frame);
         Py_DecRef(frame);
         frame = outer;
     }
@@ -246,8 +238,8 @@ PyObject *run_known(PyObject *self, PyObject *const *arguments, Py_ssize_t count
     struct known_call *known = find(calls, arguments[0], root, arguments[2], &tensor, &out);
     int64_t instruction = 0;
     PyObject *code = NULL, *made = NULL;
-    if (!known || is_in_mode() || is_in_inference_mode() || (tensor.data && ask(IS_NEGATIVE, arguments[3])) ||
-        (out.data && ask(IS_NEGATIVE, arguments[4])) || !(code = calling_code(&instruction)) ||
+    if (!known || is_in_mode() || is_in_inference_mode() || (tensor.data && is_negative(arguments[3])) ||
+        (out.data && is_negative(arguments[4])) || !(code = calling_code(&instruction)) ||
         (known->changes_tensor && !count_change(arguments[3])) || (known->changes_out && !count_change(arguments[4])) ||
         (known->result_shape && !make_tensor(arguments[3], known->result_shape, &made, &out)) || !may_begin(calls) ||
         calls->first != known) {

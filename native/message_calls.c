@@ -84,7 +84,7 @@ PyObject *call_receive(PyObject *self, PyObject *const *arguments, Py_ssize_t co
     return PyLong_FromLong(take((struct inlet *)message->end, message, view.data));
 }
 
-/* look(inlet, spins, nanoseconds) */
+/* look(inlet, nanoseconds of spinning, nanoseconds of yielding) */
 PyObject *call_look(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     uint64_t numbers[3];
     (void)self;
@@ -147,7 +147,7 @@ static int move_message(const struct prepared *prepared, void *data) {
                                  : take((struct inlet *)message->end, message, data);
     if (code == DONE)
         ++*prepared->count;
-    PyObject *released = PyObject_CallFunctionObjArgs(prepared->release, NULL);
+    PyObject *released = PyObject_CallNoArgs(prepared->release);
     if (released)
         Py_DecRef(released);
     else
@@ -217,7 +217,7 @@ PyObject *receive_known(PyObject *self, PyObject *const *arguments, Py_ssize_t c
         Py_IncRef(tensor);
     if (!prepared || is_in_mode() || is_in_inference_mode() || !(code = calling_code(&instruction)) ||
         prepared != find_prepared(calls, false, arguments, known) || /* else the ring may be unmapped */
-        !has_record((const struct inlet *)prepared->message->end, prepared->spins) ||
+        !has_record((const struct inlet *)prepared->message->end, prepared->spin) ||
         (has_out ? is_negative(tensor) || !count_change(tensor)
                  : !make_tensor(prepared->like, prepared->shape, &tensor, &view)) ||
         prepared != find_prepared(calls, false, arguments, known) || move_message(prepared, view.data) != DONE) {

@@ -133,20 +133,26 @@ int take(struct inlet *inlet, const struct message *message, void *out) {
     return DONE;
 }
 
-bool has_record(const struct inlet *inlet, uint64_t spins) {
+bool has_record(const struct inlet *inlet, uint64_t spin) {
     uint64_t taken = inlet->taken; /* once: other threads of this rank take records, too */
-    for (uint64_t i = 0;; i++) {
-        if (LOAD(inlet->records_word, RELAXED) != taken)
-            return true;
-        if (i >= spins)
-            return false;
-        PAUSE();
+    if (LOAD(inlet->records_word, RELAXED) != taken)
+        return true;
+    uint64_t until = spin ? now() + spin : 0;
+    while (until) {
+        for (int i = 0; i < LOOKS; i++) {
+            PAUSE();
+            if (LOAD(inlet->records_word, RELAXED) != taken)
+                return true;
+        }
+        if (now() >= until)
+            break;
     }
+    return false;
 }
 
-int look(const struct inlet *inlet, uint64_t spins, uint64_t nanoseconds) {
+int look(const struct inlet *inlet, uint64_t spin, uint64_t nanoseconds) {
     uint64_t taken = inlet->taken; /* once, as above */
-    if (has_record(inlet, spins))
+    if (has_record(inlet, spin))
         return DONE;
     void *state = LET_GO();
     uint64_t until = now() + nanoseconds;

@@ -59,7 +59,7 @@ struct prepared {
     const struct message *message;
     int64_t peer, tag;         /* as the program gives them */
     uint64_t is_send;
-    uint64_t spins;            /* before a receive is left to Python */
+    uint64_t spin;             /* nanoseconds before a receive is left to Python */
     uint64_t *count;           /* of messages with the peer: Python counts there as well, under the lock */
     struct _object *acquire, *release; /* the lock under which this rank's threads use their ends of links */
     struct _object *progress, *receiver; /* say whether the rank has closed, and whether a message is arriving */
@@ -84,10 +84,10 @@ int find(struct inlet *inlet);
 void release(struct inlet *inlet);
 /* DONE: the next record is such a message, and was copied. NOT_SO: the long way has to take it. WAITING as above. */
 int take(struct inlet *inlet, const struct message *message, void *out);
-/* Reads the counter once, and so many times more, with the interpreter's lock held. */
-bool has_record(const struct inlet *inlet, uint64_t spins);
-/* Waits for a record, but does not sleep. WAITING: there is none. */
-int look(const struct inlet *inlet, uint64_t spins, uint64_t nanoseconds);
+/* Reads the counter once, and then for `spin` nanoseconds, with the interpreter's lock held. */
+bool has_record(const struct inlet *inlet, uint64_t spin);
+/* Spins for a record, then yields for `nanoseconds`. WAITING: there is none. */
+int look(const struct inlet *inlet, uint64_t spin, uint64_t nanoseconds);
 /* Wakes the writer if it waits for answers and sleeps. Called after an answer was stored. */
 void answer(const struct inlet *inlet);
 /* Wakes a rank if it sleeps. Called after its news were stored. */

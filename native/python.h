@@ -1,4 +1,5 @@
-/* The part of CPython's stable ABI that the library calls, so that it is built without Python.h.
+/* The part of CPython's stable ABI that the library calls, so that it is built without Python.h. Two functions are not in
+ * it, but public since 3.11: PyFrame_GetBack and PyFrame_GetLasti.
  *
  * PyObject stays opaque: no field of any object is touched, so one library serves every version from 3.11 on and builds
  * without a global lock. The symbols come from the interpreter that loads the library. */
@@ -61,7 +62,11 @@ int PyList_Append(PyObject *list, PyObject *object);
 PyObject *PyList_New(Py_ssize_t count);
 void *PyLong_AsVoidPtr(PyObject *number);
 PyObject *PyObject_CallFunctionObjArgs(PyObject *callable, ...);
+PyObject *PyObject_CallNoArgs(PyObject *callable);
 void PyObject_Free(void *memory);
+PyObject *PyFrame_GetBack(PyObject *frame);
+PyObject *PyFrame_GetCode(PyObject *frame);
+int PyFrame_GetLasti(PyObject *frame);
 PyObject *PyObject_GetAttr(PyObject *object, PyObject *name);
 PyObject *PyObject_GetAttrString(PyObject *object, const char *name);
 int PyObject_IsTrue(PyObject *object);

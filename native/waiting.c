@@ -1,10 +1,11 @@
 /* Spin, then yield, then sleep on a futex.
  *
- * Strategy. A peer that is about to store the word does so within microseconds, so it is read some hundred times first,
- * with the interpreter's lock held: to let go of it may cost a switch interval. Then the core is yielded: at once where
- * ranks share cores, as the peer may need this one. Then the rank sets its own `asleep` word, passes a fence, reads the word once more, and sleeps on it. The kernel compares the word
- * with that value behind a barrier of its own. A writer stores its word, passes a fence, then reads `asleep` and wakes.
- * So either the sleeper sees the new value or the writer sees the sleeper.
+ * Strategy. A peer that is about to store the word does so within microseconds, so it is read for that long first, with
+ * the interpreter's lock held: to let go of it may cost a switch interval. The spin is counted in time, because a pause
+ * takes 10 to 50 ns. Then the core is yielded: at once where ranks share cores, as the peer may need this one. Then the
+ * rank sets its own `asleep` word, passes a fence, reads the word once more, and sleeps on it. The kernel compares the
+ * word with that value behind a barrier of its own. A writer stores its word, passes a fence, then reads `asleep` and
+ * wakes. So either the sleeper sees the new value or the writer sees the sleeper.
  *
  * One call sleeps once, for 20 ms at most. Its caller then looks for dead peers, and calls again. */
 
@@ -90,17 +91,22 @@ static bool yield_until(struct waiter *waiter, const uint64_t *word, uint64_t le
 bool spin_for(const struct waiter *waiter, const uint64_t *word, uint64_t level) {
     if (LOAD(word, ACQUIRE) >= level)
         return true;
-    for (uint64_t i = 0; i < waiter->spins; i++) {
-        PAUSE();
-        if (LOAD(word, ACQUIRE) >= level)
-            return true;
+    uint64_t until = waiter->spin ? now() + waiter->spin : 0;
+    while (until) {
+        for (int i = 0; i < LOOKS; i++) {
+            PAUSE();
+            if (LOAD(word, ACQUIRE) >= level)
+                return true;
+        }
+        if (now() >= until)
+            break;
     }
     return false;
 }
 
 /* Keeps the interpreter's lock, so there is no second yield after a long one. */
 bool wait_briefly(struct waiter *waiter, const uint64_t *word, uint64_t level) {
-    return spin_for(waiter, word, level) || (!waiter->spins && yield_until(waiter, word, level));
+    return spin_for(waiter, word, level) || (!waiter->spin && yield_until(waiter, word, level));
 }
 
 /* True if `*word` has come to `level`. False after one sleep: the caller looks around and calls again. */

@@ -8,11 +8,18 @@
 
 /* How one rank waits. Shared by all its groups, whose threads may write at once: the numbers are hints. */
 struct waiter {
-    uint64_t spins;                  /* reads of the word before anything else; 0 where ranks share cores */
+    uint64_t spin;                   /* nanoseconds; 0 where ranks share cores */
     uint64_t yields;                 /* of the core, before the rank sleeps */
     uint64_t waits_without_yields;   /* as yielding took long */
     uint64_t next_without_yields;
 };
+
+/* Looks at a word while a rank spins, between two looks at the clock, which takes as long as some pauses. */
+#ifdef ECHELON_EXPLORE
+enum { LOOKS = 1 };
+#else
+enum { LOOKS = 16 };
+#endif
 
 /* True if the word has come to the level within the spin. */
 bool spin_for(const struct waiter *waiter, const uint64_t *word, uint64_t level);

@@ -247,7 +247,7 @@ def boards(path, order, num_ranks, *, crowded=False, stale=lambda _: 0):
         blocks = []
         for rank in range(num_ranks):
             waiter = SpinThenSleep(1000 if crowded else 1)
-            waiter._state.spins, waiter._state.yields = 1, 1
+            waiter._state.spin, waiter._state.yields = 1, 1
             blocks.append(SyncBlock(window, range(num_ranks), rank, waiter, look_around))
         yield explorer, blocks
     finally:

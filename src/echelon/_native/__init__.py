@@ -23,8 +23,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 VARIABLE = "ECHELON_NATIVE"
 """Environment variable that turns the library off if it is "0"."""
+SPIN = 30_000
+"""Nanoseconds for which a rank looks for a word of another one before anything else. The interpreter's lock is held
+meanwhile: to let go of it may cost a switch interval. What comes next, in Python, takes about as long."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
-_VERSION = 6
+_VERSION = 7
 # In a folder of its own: beside modules it would look like one.
 _PATH = Path(__file__).with_name("library") / f"core-{platform.machine()}.so"
 
@@ -61,10 +64,10 @@ class Waiter(ctypes.Structure):
     """`struct waiter`: how one rank waits."""
 
     _fields_ = tuple(
-        (name, ctypes.c_uint64) for name in ("spins", "yields", "waits_without_yields", "next_without_yields")
+        (name, ctypes.c_uint64) for name in ("spin", "yields", "waits_without_yields", "next_without_yields")
     )
     if TYPE_CHECKING:
-        spins: int
+        spin: int
         yields: int
         waits_without_yields: int
         next_without_yields: int
@@ -257,7 +260,7 @@ class Prepared(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("next", "message")),
         *((name, ctypes.c_int64) for name in ("peer", "tag")),
-        *((name, ctypes.c_uint64) for name in ("is_send", "spins", "count", "acquire", "release", "progress")),
+        *((name, ctypes.c_uint64) for name in ("is_send", "spin", "count", "acquire", "release", "progress")),
         ("receiver", ctypes.c_uint64),
         ("queues", ctypes.c_uint64 * 4),
         *((name, ctypes.c_uint64) for name in ("like", "shape", "object")),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,10 @@ from torch.autograd import forward_ad
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
-# Without a frame of Python, because every small operation asks: the level of forward-mode AD, below 0 outside of it.
-forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+# The level of forward-mode AD, below 0 outside of it: a module and its attribute.
+FORWARD_LEVEL: tuple[ModuleType, str] = forward_ad, "_current_level"
+# Without a frame of Python, because every small operation asks.
+forward_ad_level: Callable[[], int] = partial(attrgetter(FORWARD_LEVEL[1]), forward_ad)
 # The public `increment_version` wraps it in Python.
 count_changes: Callable[[tuple[torch.Tensor, ...]], None] = torch._C._increment_version
 

@@ -33,8 +33,8 @@ class NativeMessage:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_send: bool
-    spins: int
-    """Number of looks for a message before a receive takes the way of Python."""
+    spin: int
+    """Nanoseconds in which a receive looks for a message before it takes the way of Python."""
     count: ctypes.c_uint64
     """Counter of the messages with the peer."""
     lock: threading.Lock

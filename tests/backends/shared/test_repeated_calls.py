@@ -141,7 +141,7 @@ def test_every_kind_is_made_by_the_library_alone():
 def gather_without_a_spin(group):
     """Gathers into new tensors. Nobody spins, so the first rank of each meeting goes on in Python."""
     waiter, runner, late = group._runner._executor._host.waiter._state, group._runner, []
-    waiter.spins = waiter.yields = 0
+    waiter.spin = waiter.yields = 0
     runner.go_on = lambda begun, *rest: late.append(len(begun)) or type(runner).go_on(runner, begun, *rest)
     rows, totals = torch.arange(4.0) + group.rank, []
     for _ in range(20):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from echelon._native import SPIN
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
@@ -207,8 +208,6 @@ class TcpSend(PreparedSend):
         return self._tcp.send_frame(self._head, tensor, self.dst, self.tag)
 
 
-# About 10 us, in which the interpreter's lock is held.
-_SPINS = 300
 _WAITING = 1
 """Result of `Known.take`: there is no message."""
 
@@ -259,7 +258,7 @@ class TcpReceive(PreparedReceive):
                 known.shape,
                 known.dtype,
                 False,
-                _SPINS if progress.may_spin() else 0,
+                SPIN if progress.may_spin() else 0,
                 self._claimed,
                 progress.lock,
                 progress,

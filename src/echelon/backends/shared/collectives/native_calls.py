@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from echelon._native import Calls, Flights, KnownCall, Prepared, Target, core
-from echelon._torch_private.autograd import count_changes, forward_ad_level
+from echelon._torch_private.autograd import FORWARD_LEVEL, count_changes
 from echelon._torch_private.tensors import dispatch_depth, transform_stack
 from echelon.backends.collective import KnownCalls, Run
 from echelon.backends.messages import NativeMessage
@@ -154,7 +154,7 @@ class NativeCalls(KnownCalls):
             peer=peer,
             tag=tag,
             is_send=native.is_send,
-            spins=native.spins,
+            spin=native.spin,
             count=ctypes.addressof(native.count),
             acquire=id(acquire),
             release=id(release),
@@ -199,16 +199,12 @@ def _use_interpreter(library: SimpleNamespace) -> None:
     library.use_interpreter(
         dispatch_depth,
         transform_stack,
-        forward_ad_level,
         torch.is_inference_mode_enabled,
-        torch.Tensor.is_neg,
         count_changes,
         torch.Tensor.new_empty,
         sys._getframe,
         kind_of,
-        "f_code",
-        "f_lasti",
-        "f_back",
+        *FORWARD_LEVEL,
         "co_filename",
         "is_closed",
         "delivery",

@@ -1,6 +1,6 @@
 """Wait of one rank until a word in shared memory reaches a level: spin, then yield, then sleep on a futex.
 
-`native/waiting.c` does it, one sleep a call. This module says how often it spins and yields.
+`native/waiting.c` does it, one sleep a call. This module says how long it spins and how often it yields.
 """
 
 from __future__ import annotations
@@ -8,11 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-from echelon._native import Waiter
+from echelon._native import SPIN, Waiter
 
-# A spin is a load and a pause, so these take about 20 us. The interpreter's lock is held meanwhile: to let go of it may
-# cost a switch interval.
-_SPINS = 500
 _YIELDS = 100
 # With 4 ranks on 2 cores, 10 sent half of the calls to sleep, and 100 were no faster.
 _YIELDS_WHEN_CROWDED = 30
@@ -29,7 +26,7 @@ class SpinThenSleep:
         """Whether the host has fewer cores than ranks, so they take turns."""
         # Spinning on a shared core only delays the peer that is to write the word.
         self._state = Waiter(
-            spins=_SPINS if roomy else 0,
+            spin=SPIN if roomy else 0,
             yields=_YIELDS if roomy else _YIELDS_WHEN_CROWDED,
             next_without_yields=_FEWEST_WITHOUT_YIELDS,
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from echelon._native import PREFIX_BYTES, Code, Inlet, core, message
+from echelon._native import PREFIX_BYTES, SPIN, Code, Inlet, core, message
 from echelon.backends.delivery import IncomingMessage
 from echelon.backends.formats import message_layout, wire
 from echelon.backends.formats.arena import ARENA_BYTES, MIN_PART_BYTES
@@ -37,8 +37,6 @@ from echelon.errors import EchelonError, ProtocolError, UnsupportedOp
 _MAX_LENT_BYTES = 256 << 20
 # Limit of the caches by header and by tag, which a peer fills.
 _MAX_CACHED = 1024
-_SPINS = 300
-"""Number of looks before the core is offered to others. About 10 us, in which the interpreter's lock is held."""
 
 
 class _Arrival:
@@ -155,7 +153,7 @@ class RingReceiver(Receiver):
         return self._words[self._news + message_layout.RECORDS] != self._inlet.taken
 
     def look(self, seconds: float) -> bool:  # noqa: D102
-        return bool(core.look(self._address, _SPINS, int(seconds * 1e9)) == Code.DONE)
+        return bool(core.look(self._address, SPIN, int(seconds * 1e9)) == Code.DONE)
 
     def known(self, tag: Tag, note: str | None) -> Known | None:  # noqa: D102
         if (latest := self._latest.get(tag)) is None:
