@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from echelon import ProcessGroup
 
 HERE = Path(__file__).resolve().parents[1]
-SIZES = ((8, 300), (1 << 10, 300), (1 << 16, 100), (1 << 20, 20), (16 << 20, 3))
+SIZES = ((8, 300), (1 << 10, 300), (1 << 14, 200), (1 << 16, 100), (1 << 18, 50), (1 << 20, 20), (16 << 20, 3))
 """Bytes, and calls in a turn."""
 TURNS = 15
 
@@ -58,6 +59,15 @@ def acts(group: ProcessGroup) -> Iterator[tuple[str, object, int]]:
                 group.send(tensor, 0)
 
         yield f"send and recv {size} B, to and fro", to_and_fro, calls
+    some, work = torch.ones(2), random.Random(group.rank)
+
+    def after_work():
+        until = time.perf_counter() + work.random() * 30e-6
+        while time.perf_counter() < until:
+            pass
+        group.all_reduce(some)
+
+    yield "all_reduce 8 B after 0 to 30 us of work", after_work, 300
     kib = torch.ones(256)
     yield "barrier", group.barrier, 300
     for kind in ("broadcast", "all_gather", "reduce_scatter", "all_to_all"):

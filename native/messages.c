@@ -39,19 +39,20 @@ void wake(struct bell *bell) {
     }
 }
 
-/* Both count bytes since the start in 64 bits. True if `num_bytes` more fit behind those not taken. */
-static bool has_room(struct outlet *outlet, uint64_t num_bytes) {
-    if (outlet->records + num_bytes - outlet->taken <= outlet->ring_bytes)
+/* Both count bytes since the start in 64 bits. True if with `num_bytes` more at most `most` bytes are not taken. */
+static bool has_room(struct outlet *outlet, uint64_t num_bytes, uint64_t most) {
+    if (outlet->records + num_bytes - outlet->taken <= most)
         return true;
     outlet->taken = LOAD(outlet->taken_word, ACQUIRE);
-    return outlet->records + num_bytes - outlet->taken <= outlet->ring_bytes;
+    return outlet->records + num_bytes - outlet->taken <= most;
 }
 
 int put(struct outlet *outlet, const char *head, uint64_t head_bytes, const void *payload, uint64_t num_bytes,
         uint64_t part, uint64_t part_bytes) {
     uint64_t size = record_bytes(head_bytes, part_bytes ? 0 : num_bytes), at = outlet->records % outlet->ring_bytes;
     uint64_t skip = at + size > outlet->ring_bytes ? outlet->ring_bytes - at : 0;
-    if (!has_room(outlet, skip + size))
+    bool is_small = part_bytes || num_bytes <= outlet->small_bytes;
+    if (!has_room(outlet, skip + size, is_small ? outlet->ring_bytes : outlet->ring_bytes / 2))
         return WAITING;
     if (skip) {
         struct prefix skipped = {(uint32_t)skip, 0, 0, 0};

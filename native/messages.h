@@ -19,6 +19,7 @@ struct bell {
 struct outlet {
     char *ring;
     uint64_t ring_bytes;
+    uint64_t small_bytes;      /* a longer payload leaves half of the ring free, and else gets a part */
     uint64_t *records_word;    /* counters, of this rank and of the reader */
     const uint64_t *taken_word;
     struct bell *bell;

@@ -36,7 +36,11 @@ from echelon.backends.work import Work
 from echelon.operation_records import FlightRecorder
 from tests.helpers.native_explorer import Explorer, library
 
-SIZES = message_layout.Sizes(ring_bytes=1024, inline_bytes=64, piece_bytes=128, whole_bytes=512, circle_bytes=256)
+SIZES = message_layout.Sizes(
+    ring_bytes=1024, small_bytes=64, inline_bytes=64, piece_bytes=128, whole_bytes=512, circle_bytes=256
+)
+EITHER_WAY = SIZES._replace(inline_bytes=256)
+"""Messages of 65 to 256 bytes lie in the ring if it has room, else in a part."""
 ONE_SLOT = SIZES._replace(circle_bytes=SIZES.piece_bytes)
 """With room for one piece of a message that goes round in a circle."""
 NUM_PARTS = 3

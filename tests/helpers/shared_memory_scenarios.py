@@ -9,7 +9,7 @@ import torch
 from echelon.backends.work import Work
 from echelon.operation_records import KnownOperation
 from echelon.simulation.scheduler import Ended
-from tests.helpers.shared_memory_host import NUM_PARTS, ONE_SLOT, tag, two_ranks, values
+from tests.helpers.shared_memory_host import EITHER_WAY, NUM_PARTS, ONE_SLOT, tag, two_ranks, values
 from tests.helpers.task_host import Interruptions
 
 LENGTHS = (0, 1, 16, 17, 40, 128, 129, 400)
@@ -395,6 +395,27 @@ def one_message(host, backends, seed):
     host.add(1, answer)
 
 
+def ahead(host, backends, _seed):
+    """One rank sends before the other receives. Messages that find no room in the ring get a part, so none waits."""
+    count, sent = NUM_PARTS + 2, []
+
+    def write():
+        for number in range(count):
+            assert all(work.has_ended for work in send(backends[0], number, 40, tag())), f"message {number} waits"
+        sent.append(True)
+        check(receive(backends[0], tag(1)), 0, 1)
+
+    def read():
+        while not sent:
+            host.compute()
+        for number in range(count):
+            check(receive(backends[1], tag()), number, 40)
+        send(backends[1], 0, 1, tag(1))
+
+    host.add(0, write)
+    host.add(1, read)
+
+
 ALL = {
     "one message": (one_message, {}),
     "both ways": (both_ways, {}),
@@ -407,6 +428,9 @@ ALL = {
     "flood": (flood, {}),
     "kept parts": (kept_parts, {"max_lent_bytes": 10_000}),
     "one slot": (one_message, {"sizes": ONE_SLOT}),
+    "both ways, ring or part": (both_ways, {"sizes": EITHER_WAY}),
+    "stream, ring or part": (stream, {"sizes": EITHER_WAY}),
+    "ahead": (ahead, {"sizes": EITHER_WAY}),
     "long notes": (long_notes, {}),
     "sends meanwhile": (sends_meanwhile, {"max_lent_bytes": 10_000}),
     "two writers": (two_writers, {}),

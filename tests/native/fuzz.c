@@ -437,8 +437,8 @@ static void begin_ring(void) {
     inlet = (struct inlet){.ring = ring, .ring_bytes = RING, .records_word = records_word, .taken_word = taken_word,
                            .waiting_word = waiting_word, .bell = &bell, .most_head_bytes = MAX_HEAD, .taken = begun,
                            .told = begun};
-    outlet = (struct outlet){.ring = ring, .ring_bytes = RING, .records_word = records_word, .taken_word = taken_word,
-                             .bell = &bell, .records = begun, .taken = begun};
+    outlet = (struct outlet){.ring = ring, .ring_bytes = RING, .small_bytes = below(2) ? RING : 64, .bell = &bell,
+                             .records_word = records_word, .taken_word = taken_word, .records = begun, .taken = begun};
     *records_word = *taken_word = begun;
 }
 

@@ -27,7 +27,7 @@ SPIN = 30_000
 """Nanoseconds for which a rank looks for a word of another one before anything else. The interpreter's lock is held
 meanwhile: to let go of it may cost a switch interval. What comes next, in Python, takes about as long."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
-_VERSION = 7
+_VERSION = 8
 # In a folder of its own: beside modules it would look like one.
 _PATH = Path(__file__).with_name("library") / f"core-{platform.machine()}.so"
 
@@ -210,7 +210,7 @@ class Outlet(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_uint64)
-        for name in ("ring", "ring_bytes", "records_word", "taken_word", "bell", "records", "taken")
+        for name in ("ring", "ring_bytes", "small_bytes", "records_word", "taken_word", "bell", "records", "taken")
     )
     if TYPE_CHECKING:
         records: int

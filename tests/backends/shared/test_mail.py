@@ -36,7 +36,7 @@ class Ring:
             "taken_word": taken,
             "bell": ctypes.addressof(self._bell),
         }
-        self.outlet = Outlet(**ends)
+        self.outlet = Outlet(**ends, small_bytes=RING)
         self.inlet = Inlet(**ends, waiting_word=waiting, most_head_bytes=message_layout.MAX_HEAD_BYTES)
 
     def put(self, head, payload):

@@ -71,7 +71,7 @@ def receive_at_once(group):
     backend, tag, small = group.backend, Tag(group.context, 0, 5), torch.arange(2000.0)
     if group.rank == 0:
         send = backend.messages.prepare_send(1, tag, small.shape, small.dtype)
-        large = torch.zeros(20_000)
+        large = torch.zeros(100_000)
         went = [send.at_once(small) for _ in range(50)]
         went.append(backend.messages.prepare_send(1, tag, large.shape, large.dtype).at_once(large))
         group.barrier()
@@ -245,7 +245,7 @@ def test_a_received_tensor_is_the_memory_that_it_was_written_to():
     assert run_forked(keep_some, 2, backend="shm")[1] >= 4 * 8 * 1024
 
 
-LENGTHS_TO_TAKE = (100, 16384, 16385, MIB, 4 * MIB, 4 * MIB + 1)
+LENGTHS_TO_TAKE = (100, 65536, 65537, MIB, 4 * MIB, 4 * MIB + 1)
 """Numbers of float32: within a record, in a part as a whole, round in a circle."""
 
 

@@ -10,7 +10,7 @@ Each rank, the *writer*, has for each other rank, the *reader*:
         0  taken     bytes of records taken out of the ring, published at every quarter of the ring
         1  drained   pieces that the reader is done with, of all messages together
         2  freed     changes whenever a part of the arena was freed
-    ring        512 KiB   records, one behind the other: each a message's header, and the payload of a small message
+    ring        2 MiB     records, one behind the other: each a message's header, and its payload unless that is large
     arena       1 GiB     parts, each with the payload of one large message
         freed   words that the reader stores: for each of the last parts that it freed, its number and which part
         slots   words that the writer stores: for each of the last pieces, its slot in its part
@@ -52,13 +52,15 @@ TAKEN, DRAINED, FREED = range(3)
 class Sizes(NamedTuple):
     """Sizes of the buffers, in bytes.
 
-    ring_bytes: of a ring. inline_bytes: the largest payload that lies in its record. piece_bytes: amount of a large
-    message that is written or copied at a time, a multiple of every dtype's size. whole_bytes: the longest message
-    whose part is as long. circle_bytes: the part of a longer message, whose pieces reuse its slots; a multiple of
+    ring_bytes: of a ring. small_bytes: the largest payload that always lies in its record. inline_bytes: the largest
+    one that does so while half of the ring stays free; else it gets a part. piece_bytes: amount of a message in a
+    part that is written or copied at a time, a multiple of every dtype's size. whole_bytes: the longest message whose
+    part is as long. circle_bytes: the part of a longer message, whose pieces reuse its slots; a multiple of
     piece_bytes.
     """
 
     ring_bytes: int
+    small_bytes: int
     inline_bytes: int
     piece_bytes: int
     whole_bytes: int
@@ -110,9 +112,10 @@ class Slots:
         return slot
 
 
-# Records up to half a ring fit an empty ring wherever it begins; 64 KiB inline leaves room for several messages.
-# circle_bytes: below 1 MiB the two ends wait for each other, above 16 MiB the pieces leave the cache.
-SIZES = Sizes(512 << 10, 64 << 10, 256 << 10, 16 << 20, 4 << 20)
+# Records up to half a ring fit an empty ring wherever it begins. A part takes Python 150 us more than a record, so
+# messages get one from where copies take that long. circle_bytes: below 1 MiB the two ends wait for each other, above
+# 16 MiB the pieces leave the cache.
+SIZES = Sizes(2 << 20, 64 << 10, 256 << 10, 256 << 10, 16 << 20, 4 << 20)
 
 MAX_HEAD_BYTES = HEADER_BYTES + 8 * MAX_DIMS + MAX_NOTE_BYTES
 """Longest header of a message."""

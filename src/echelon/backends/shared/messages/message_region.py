@@ -150,6 +150,7 @@ class MessageRegion:
         return Outlet(
             ring=self.region.address + self.ring(self.number, reader),
             ring_bytes=self.sizes.ring_bytes,
+            small_bytes=self.sizes.small_bytes,
             records_word=self.address(self.news(self.number, reader) + message_layout.RECORDS),
             taken_word=self.address(self.answers(self.number, reader) + message_layout.TAKEN),
             bell=self.doorbells.addresses[reader],

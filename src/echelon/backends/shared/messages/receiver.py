@@ -147,6 +147,7 @@ class RingReceiver(Receiver):
 
     def brings_memory(self, num_bytes: int) -> bool:  # noqa: D102
         # Between these sizes the message lies in its part as a whole, so the part can become the tensor.
+        # Shorter ones have a part only if the ring is full.
         return self._sizes.inline_bytes < num_bytes <= self._sizes.whole_bytes
 
     def has_written(self) -> bool:  # noqa: D102
@@ -175,7 +176,7 @@ class RingReceiver(Receiver):
         start = self._ring + inlet.head
         data = self._memory[start : start + inlet.head_bytes]
         head = self._head(data)
-        if head.num_bytes > self._sizes.inline_bytes:
+        if inlet.part_bytes:
             self._open_part(head, message_layout.Part(inlet.part, inlet.part_bytes), inbox)
             return
         # The peer wrote header and lengths: a payload must end inside its record.
@@ -205,7 +206,8 @@ class RingReceiver(Receiver):
         size = head.num_bytes
         expected = self._sizes.part_bytes(size)
         # The peer wrote offset and length: both are checked before the arena is read.
-        if part.num_bytes != expected or part.start % MIN_PART_BYTES or part.start + expected > ARENA_BYTES:
+        lies_inside = part.start % MIN_PART_BYTES == 0 and part.start + expected <= ARENA_BYTES
+        if size <= self._sizes.small_bytes or part.num_bytes != expected or not lies_inside:
             raise ProtocolError(f"payload of {size} bytes in a part of {part.num_bytes} at {part.start}")
         if self._parts is None:
             self._parts = _Parts(self._post, self._writer, self._inlet)

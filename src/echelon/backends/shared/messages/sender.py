@@ -190,10 +190,12 @@ class RingSender(Sender):
     def _write(self, outgoing: _Message) -> bool:
         """Writes as much of a message as there is room for. True if all of it is written."""
         tensor = outgoing.tensor
-        if tensor.nbytes <= self._inline_bytes:
-            return self._put(outgoing.head, tensor)
-        if outgoing.part < 0 and not self._begin(outgoing):
-            return False
+        if outgoing.part < 0:
+            if tensor.nbytes <= self._inline_bytes and self._put(outgoing.head, tensor):
+                return True
+            # Without room in the ring a large message gets a part: only small ones wait for their reader.
+            if tensor.nbytes <= self._sizes.small_bytes or not self._begin(outgoing):
+                return False
         words = self._words
         while outgoing.num_written < outgoing.num_pieces:
             # The counter is read anew for each piece: the reader drains while this rank writes.
