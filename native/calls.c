@@ -206,13 +206,25 @@ static void drop(PyObject *object) {
         Py_DecRef(object);
 }
 
-void write_down(struct flights *flights, struct flight flight) {
-    struct flight *place = &flights->ring[flights->count++ % NUM_FLIGHTS], before = *place;
+/* Returns the entry that had this place. */
+static struct flight push(struct flights *flights, struct flight flight) {
+    struct flight *place = &flights->ring[flights->count++ % flights->size], before = *place;
     Py_IncRef(flight.object);
+    Py_IncRef(flight.code);
     *place = flight;
+    return before;
+}
+
+void write_down(const struct calls *calls, struct flight flight) {
+    struct flight before = push(calls->flights, flight), latest = {0};
+    if (flight.sequence)
+        latest = push(calls->latest, flight);
     /* Last: what dies with these may run code of the program. */
+    drop(flight.code);
     drop(before.object);
     drop(before.code);
+    drop(latest.object);
+    drop(latest.code);
 }
 
 /* False for two kinds that Python looks at: complex numbers, which may be lazy conjugates, and tensors without memory of
@@ -263,7 +275,7 @@ PyObject *run_known(PyObject *self, PyObject *const *arguments, Py_ssize_t count
     }
     calls->left = flight.sequence;
     flight.ended = seconds();
-    write_down(calls->flights, flight);
+    write_down(calls, flight);
     if (!made)
         return PyBool_FromLong(1);
     PyObject *result = PyTuple_Pack(1, made);
@@ -308,8 +320,8 @@ PyObject *list_flights(PyObject *self, PyObject *const *arguments, Py_ssize_t co
     struct flights *flights = PyLong_AsVoidPtr(arguments[0]);
     PyObject *list = PyList_New(0);
     uint64_t end = flights->count;
-    for (uint64_t i = end > NUM_FLIGHTS ? end - NUM_FLIGHTS : 0; list && i < end; i++) {
-        struct flight *flight = &flights->ring[i % NUM_FLIGHTS];
+    for (uint64_t i = end > flights->size ? end - flights->size : 0; list && i < end; i++) {
+        struct flight *flight = &flights->ring[i % flights->size];
         PyObject *entry = Py_BuildValue("(OOLKKKdd)", flight->object, flight->code, (long long)flight->instruction,
                                         (unsigned long long)flight->sequence, (unsigned long long)flight->signature,
                                         (unsigned long long)flight->thread, flight->started, flight->ended);
@@ -327,7 +339,7 @@ PyObject *clear_flights(PyObject *self, PyObject *const *arguments, Py_ssize_t c
     if (count != 1)
         return wrong_call();
     struct flights *flights = PyLong_AsVoidPtr(arguments[0]);
-    for (int i = 0; i < NUM_FLIGHTS; i++) {
+    for (uint64_t i = 0; i < flights->size; i++) {
         struct flight before = flights->ring[i];
         flights->ring[i] = (struct flight){0};
         drop(before.object);

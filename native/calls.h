@@ -9,7 +9,7 @@
 #include "python.h"
 #include "tensor.h"
 
-enum { MAX_DIMS = 6, NUM_FLIGHTS = 1000 };
+enum { MAX_DIMS = 6 };
 enum target { NO_TARGET, IN_PLACE, INTO_OUT };
 
 /* A collective that was made before: what its arguments were, and how it runs. Made by Python, which keeps all that it
@@ -44,7 +44,8 @@ struct flight {
 
 struct flights {
     uint64_t count; /* since the beginning; the ring holds the last ones */
-    struct flight ring[NUM_FLIGHTS];
+    uint64_t size;  /* of the ring */
+    struct flight ring[];
 };
 
 /* Numbers of a group's calls on this rank. Python moves them as well, one thread at a time, while it sets `is_held`. */
@@ -56,7 +57,8 @@ struct calls {
     uint64_t num_marks; /* calls without messages, which belong into the record of the next collective */
     uint64_t is_stopped;
     struct board *board; /* NULL until the group has its region */
-    struct flights *flights;
+    struct flights *flights; /* of all groups */
+    struct flights *latest;  /* the group's last collective, which the ring of all groups may have lost */
     struct known_call *first; /* the last that was used */
     struct prepared *messages; /* in message_calls.c */
 };
@@ -78,7 +80,7 @@ bool make_tensor(PyObject *like, PyObject *shape, PyObject **made, struct view *
 PyObject *calling_code(int64_t *instruction);
 double seconds(void);
 /* The entry keeps what it names. Its `code` comes with its reference. */
-void write_down(struct flights *flights, struct flight flight);
+void write_down(const struct calls *calls, struct flight flight);
 
 /* The functions that Python calls. */
 PyObject *use_interpreter(PyObject *self, PyObject *const *arguments, Py_ssize_t count);

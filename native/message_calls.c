@@ -174,7 +174,7 @@ static void write_message_down(const struct calls *calls, const struct prepared 
                                int64_t instruction, double started) {
     struct flight flight = {prepared->object, code,    instruction, 0,
                             0,                PyThread_get_thread_ident(), started, seconds()};
-    write_down(calls->flights, flight);
+    write_down(calls, flight);
 }
 
 /* send_known(dst, tag, tensor), with the address of `struct calls` as self: False if nothing was done. */

@@ -14,7 +14,7 @@
 #include "tensor.h"
 
 /* Raised with each change of a function's arguments or of a struct: echelon._native refuses another one. */
-enum { VERSION = 8, MAX_PARTS = 1024 };
+enum { VERSION = 9, MAX_PARTS = 1024 };
 /* From here on other threads may run meanwhile. */
 enum { LONG_COPY = 256 << 10 };
 

@@ -198,12 +198,20 @@ class FlightRecorder:
         self._flights: deque[OperationRecord] = deque(maxlen=CAPACITY)
         self._latest: dict[int, OperationRecord] = {}
         self._ring: Flights | None = None
+        self._latest_native: dict[int, Flights] = {}
 
-    def ring(self) -> Flights | None:
-        """Returns the ring of collectives that the native library runs. None if its times would not fit these."""
-        if self._ring is None and self.clock is time.monotonic and not OBSTACLE:
-            self._ring = Flights()
-        return self._ring
+    def rings(self, context: int) -> tuple[Flights, Flights] | None:
+        """Returns the rings of the operations that the native library runs, for a new group.
+
+        The first has the last ones of all groups. The second has the last collective of this group, however many those
+        of others are. None if the library's times would not fit these records.
+        """
+        if self.clock is not time.monotonic or OBSTACLE:
+            return None
+        if self._ring is None:
+            self._ring = Flights(CAPACITY)
+        latest = self._latest_native[context] = Flights(1)
+        return self._ring, latest
 
     def begin(
         self,
@@ -291,9 +299,10 @@ class FlightRecorder:
 
     def latest(self, context: int) -> OperationRecord | None:
         """Returns the last collective called on a group. None if there was none."""
-        latest = self._latest.get(context)
-        for flight in reversed(self._all() if self._ring is not None else ()):
-            if flight.context == context and flight.sequence > (0 if latest is None else latest.sequence):
+        latest, native = self._latest.get(context), self._latest_native.get(context)
+        for entry in native.entries() if native is not None else ():
+            flight = self._ended(*entry)
+            if latest is None or flight.sequence > latest.sequence:
                 return flight
         return latest
 

@@ -160,7 +160,7 @@ def known_calls(explorer, blocks, seed):
 
     def program(board):
         known, recorder = NativeCalls(), FlightRecorder()
-        known.record_into(recorder)
+        known.record_into(recorder, 1)
         known.open(board)
         plan = exchange._known(board.rank, heads, range(count), board.rank, True).plan
         out = torch.zeros(2 * count)
@@ -217,6 +217,8 @@ def known_calls(explorer, blocks, seed):
                 assert torch.equal(result, want), f"#{number}: {result}"
             recorded = [record.sequence for record in recorder.records()]
             assert (number in recorded) == (done is True)
+            latest = recorder.latest(1)
+            assert done is not True or (latest is not None and latest.sequence == number)
 
     add_all(explorer, blocks, program)
 

@@ -351,7 +351,7 @@ def _backend(host, at, max_unclaimed_bytes, has_cores):
     link = Link(peer, sending, receiver.RingReceiver(at, peer, 1 << 30))
     backend.use_links({peer: link}, at, at.doorbells.own)
     backend.known, backend.learnt = NativeCalls(), set()
-    backend.known.record_into(FlightRecorder())
+    backend.known.record_into(FlightRecorder(), 1)
     return backend
 
 

@@ -328,6 +328,7 @@ MUTATIONS = [
     Mutation("a tensor of another shape", "calls.c", "key->num_dims != view->num_dims", "0", "known calls"),
     Mutation("a call of another kind", "calls.c", "known->kind == kind &&", "", "known calls"),
     Mutation("a record of another call", "calls.c", "flights->count++", "flights->count", "known calls"),
+    Mutation("the last call of a group forgotten", "calls.c", "if (flight.sequence)", "if (0)", "known calls"),
     Mutation(
         "a broadcast read before the meeting",
         "board.c",

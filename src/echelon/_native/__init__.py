@@ -27,7 +27,7 @@ SPIN = 30_000
 """Nanoseconds for which a rank looks for a word of another one before anything else. The interpreter's lock is held
 meanwhile: to let go of it may cost a switch interval. What comes next, in Python, takes about as long."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
-_VERSION = 8
+_VERSION = 9
 # In a folder of its own: beside modules it would look like one.
 _PATH = Path(__file__).with_name("library") / f"core-{platform.machine()}.so"
 
@@ -129,7 +129,7 @@ class Calls(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_uint64) for name in ("sequence", "signature", "left", "is_held", "num_marks", "is_stopped")
-    ) + tuple((name, ctypes.c_uint64) for name in ("board", "flights", "first", "messages"))
+    ) + tuple((name, ctypes.c_uint64) for name in ("board", "flights", "latest", "first", "messages"))
     if TYPE_CHECKING:
         sequence: int
         signature: int
@@ -139,6 +139,7 @@ class Calls(ctypes.Structure):
         is_stopped: int
         board: int
         flights: int
+        latest: int
         first: int
         messages: int
 
@@ -173,16 +174,19 @@ class _Flight(ctypes.Structure):
 
 
 class _Flights(ctypes.Structure):
-    """`struct flights`: a ring of the last collectives."""
+    """`struct flights`: a ring of the last collectives, with `size` entries from `ring` on."""
 
-    _fields_ = (("count", ctypes.c_uint64), ("ring", _Flight * 1000))
+    _fields_ = (("count", ctypes.c_uint64), ("size", ctypes.c_uint64), ("ring", _Flight * 0))
 
 
 class Flights:
     """Ring of collectives that the native library began and ended. They are kept until it is collected."""
 
-    def __init__(self) -> None:
-        self._memory = _Flights()
+    def __init__(self, size: int) -> None:
+        """Makes a ring that holds the last `size` ones."""
+        num_bytes = ctypes.sizeof(_Flights) + size * ctypes.sizeof(_Flight)
+        self._memory = (ctypes.c_uint64 * (num_bytes // 8))()
+        _Flights.from_buffer(self._memory).size = size
         self.address = ctypes.addressof(self._memory)
         """Of the ring in this process."""
 

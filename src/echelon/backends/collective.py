@@ -136,8 +136,8 @@ class KnownCalls(ABC):
     """Receives a message: takes source, tag and `out`. Returns the tensor. False if nothing was done."""
 
     @abstractmethod
-    def record_into(self, recorder: FlightRecorder) -> None:
-        """Has these calls added to a flight recorder. Called once, first."""
+    def record_into(self, recorder: FlightRecorder, context: int) -> None:
+        """Has these calls added to a flight recorder, as calls of the group with this context. Called once, first."""
 
     @abstractmethod
     def learn(

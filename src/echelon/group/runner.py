@@ -101,7 +101,7 @@ class CollectiveRunner:
         self.known = self._executor.known
         """Calls like an earlier one, made without this runner. None if there are none."""
         if self.known is not None:
-            self.known.record_into(backend.flight_recorder)
+            self.known.record_into(backend.flight_recorder, context)
         # Guards the sequence number, signature and marks, which must advance together. Held for no other work.
         self._numbering = threading.Lock()
         self._learnt: WeakKeyDictionary[KnownOperation, Prepared] = WeakKeyDictionary()

@@ -8,6 +8,7 @@ import torch
 
 import echelon
 from echelon.group.messages import PointToPoint
+from echelon.operation_records import CAPACITY
 from tests.helpers import forked_ranks
 from tests.helpers.forked_ranks import run_forked
 
@@ -77,6 +78,24 @@ def reduce_what_only_looks_alike(group):
 
 def test_what_only_looks_alike_is_checked():
     assert list(run_forked(reduce_what_only_looks_alike, 2, backend="shm").values()) == [True, True]
+
+
+def call_a_group_long_ago(group):
+    """Only rank 0 makes the last calls of a group like earlier ones. More calls of another follow than are recorded."""
+    ones, other = torch.ones(2), group.subgroup([0, 1])
+    for _ in range(3):
+        other.all_reduce(ones)
+    for _ in range(3):
+        other.all_reduce(ones, timeout=50.0 if group.rank else None)
+    for _ in range(CAPACITY + 10):
+        group.all_reduce(ones)
+    recorder = group.backend.flight_recorder
+    assert recorder.find(other.context, 6) is None
+    return recorder.latest(other.context).sequence
+
+
+def test_the_last_call_of_each_group_is_remembered_until_ranks_compare_it():
+    assert list(run_forked(call_a_group_long_ago, 2, backend="shm").values()) == [6, 6]
 
 
 def repeat_every_kind(group):

@@ -62,7 +62,7 @@ class NativeCalls(KnownCalls):
         self._kept: list[tuple[object, ...]] = []
         self._learnt: set[tuple[object, ...]] = set()
         self._board: SyncBlock | None = None
-        self._ring: Flights | None = None
+        self._rings: tuple[Flights, Flights] | None = None
         # Messages that the library may have begun with when they were forgotten last stay until the next time.
         self._messages: list[tuple[object, ...]] = []
         self._retired: list[tuple[object, ...]] = []
@@ -73,13 +73,13 @@ class NativeCalls(KnownCalls):
         if self.numbers.flights and _HAS_LOCK:
             self.numbers.board = board.address
 
-    def record_into(self, recorder: FlightRecorder) -> None:  # noqa: D102
-        if (ring := recorder.ring()) is None:
+    def record_into(self, recorder: FlightRecorder, context: int) -> None:  # noqa: D102
+        if (rings := recorder.rings(context)) is None:
             return
         _use_interpreter(core)
         # Kept, because the library writes there.
-        self._ring = ring
-        self.numbers.flights = ring.address
+        self._rings = rings
+        self.numbers.flights, self.numbers.latest = (ring.address for ring in rings)
         numbers = ctypes.addressof(self.numbers)
         self.run = core.run_known_of(numbers)
         if _HAS_LOCK:
