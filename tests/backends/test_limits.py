@@ -11,10 +11,12 @@ import time
 import pytest
 import torch
 
+from echelon._native import PREFIX_BYTES
 from echelon.backends.connect import acceptor
 from echelon.backends.connect.acceptor import PeerAcceptor
 from echelon.backends.connect.members import Job
 from echelon.backends.connect.sockets import Sockets
+from echelon.backends.formats import message_layout
 from echelon.backends.formats.wire import Frame, FrameKind, Tag
 from echelon.backends.matching import Mailbox
 from echelon.backends.tcp import control_frames, process_watch, reader
@@ -204,6 +206,11 @@ def test_a_peer_that_writes_on_after_its_goodbye_is_cut_off():
     ((rank, error),) = failures
     assert rank == 1
     assert "messages came after its CLOSE frame" in error
+
+
+def test_a_full_ring_is_read_after_its_writers_goodbye():
+    smallest = PREFIX_BYTES + message_layout.HEADER_BYTES
+    assert message_layout.SIZES.ring_bytes // smallest < reader._MOST_AT_END
 
 
 def test_a_dead_process_whose_socket_goes_on_sending_has_an_end(monkeypatch):

@@ -25,7 +25,7 @@ VARIABLE = "ECHELON_NATIVE"
 """Environment variable that turns the library off if it is "0"."""
 SPIN = 30_000
 """Nanoseconds for which a rank looks for a word of another one before anything else. The interpreter's lock is held
-meanwhile: to let go of it may cost a switch interval. What comes next, in Python, takes about as long."""
+meanwhile: whoever frees it may wait a switch interval to get it back. The Python that follows takes about as long."""
 # The same as in native/module.c: raised with each change of a function's arguments or of a struct.
 _VERSION = 9
 # In a folder of its own: beside modules it would look like one.
