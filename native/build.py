@@ -84,15 +84,28 @@ def library(machine: str = platform.machine()) -> Path:
     return ROOT / "src" / "echelon" / "_native" / "library" / f"core-{machine}.so"
 
 
-def compile_library(target: Path, compiler: Sequence[str], *more: str, folder: Path = ROOT / "native") -> None:
-    """Compiles the sources in `folder` into a shared library.
+def compile_library(
+    target: Path,
+    compiler: Sequence[str],
+    *more: str,
+    folder: Path = ROOT / "native",
+    sources: Sequence[str] = SOURCES,
+) -> None:
+    """Compiles sources in `folder` into a shared library.
+
+    Args:
+        target: the library.
+        compiler: its command.
+        more: further options.
+        folder: where the sources are.
+        sources: their names, or absolute paths of objects.
 
     Raises:
         BuildError: the compiler failed, with its output.
     """
     # Moved into place at the end: a process that has the old library open keeps it, and none sees half of a new one.
     made = target.with_name(f"{target.name}.{os.getpid()}")
-    command = [*compiler, *_FLAGS, *more, "-o", str(made), *(str(folder / name) for name in SOURCES)]
+    command = [*compiler, *_FLAGS, *more, "-o", str(made), *(str(folder / name) for name in sources)]
     try:
         target.parent.mkdir(exist_ok=True)
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)

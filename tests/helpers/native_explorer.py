@@ -35,6 +35,7 @@ MARK = 100
 ACQUIRE, RELEASE = 2, 3
 _CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
 _GRANULE = 8
+_OPTIONS = ("-O0", "-DECHELON_EXPLORE")
 
 
 class Race(Exception):
@@ -47,8 +48,19 @@ def compile_explored(tmp_path, folder=FOLDER, name="explored"):
     if compiler is None:
         pytest.skip("exploring the native library needs a C compiler of the system")
     path = tmp_path / f"{name}.so"
-    BUILD["compile_library"](path, compiler, "-O0", "-DECHELON_EXPLORE", folder=folder)
+    sources = BUILD["SOURCES"]
+    if (folder / "combine.c").read_bytes() == (FOLDER / "combine.c").read_bytes():
+        kernels = _kernels(tmp_path.parent / "combine.o", *compiler)
+        sources = [kernels if source == "combine.c" else source for source in sources]
+    BUILD["compile_library"](path, compiler, *_OPTIONS, folder=folder, sources=sources)
     return path
+
+
+@functools.cache
+def _kernels(path, *compiler):
+    """Compiles the reductions once for all tests of a process: they take most of the time, and access no word."""
+    BUILD["compile_library"](path, compiler, *_OPTIONS, "-c", sources=["combine.c"])
+    return str(path)
 
 
 class Library:
