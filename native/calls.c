@@ -321,10 +321,15 @@ PyObject *list_flights(PyObject *self, PyObject *const *arguments, Py_ssize_t co
     PyObject *list = PyList_New(0);
     uint64_t end = flights->count;
     for (uint64_t i = end > flights->size ? end - flights->size : 0; list && i < end; i++) {
-        struct flight *flight = &flights->ring[i % flights->size];
-        PyObject *entry = Py_BuildValue("(OOLKKKdd)", flight->object, flight->code, (long long)flight->instruction,
-                                        (unsigned long long)flight->sequence, (unsigned long long)flight->signature,
-                                        (unsigned long long)flight->thread, flight->started, flight->ended);
+        /* A copy with references: building the entry may run code of the program, which writes into the ring. */
+        struct flight flight = flights->ring[i % flights->size];
+        Py_IncRef(flight.object);
+        Py_IncRef(flight.code);
+        PyObject *entry = Py_BuildValue("(OOLKKKdd)", flight.object, flight.code, (long long)flight.instruction,
+                                        (unsigned long long)flight.sequence, (unsigned long long)flight.signature,
+                                        (unsigned long long)flight.thread, flight.started, flight.ended);
+        drop(flight.object);
+        drop(flight.code);
         if (!entry || PyList_Append(list, entry)) {
             Py_DecRef(list);
             list = NULL;

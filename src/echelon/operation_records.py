@@ -1,7 +1,8 @@
 """Flight recorder: the last operations of one rank, with name, line, time and outcome.
 
-Strategy. An operation is one small object in a ring of the last 1000. Slow facts, such as the line of the program, are
-computed on demand. No lock: a thread writes only to its own operations, and the methods of deque are atomic.
+Strategy. An operation is one small object in a ring of the last 1000, and stays beyond it while it is in flight. Slow
+facts, such as the line of the program, are computed on demand. No lock: a thread writes only to its own operations, and
+the methods of deque and dict are atomic.
 """
 
 from __future__ import annotations
@@ -195,7 +196,10 @@ class FlightRecorder:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         """Returns the time, in seconds."""
-        self._flights: deque[OperationRecord] = deque(maxlen=CAPACITY)
+        self._flights: deque[OperationRecord] = deque()
+        # Pushed out of the ring while they were in flight. Those that have ended since are dropped now and then.
+        self._pushed_out: dict[int, OperationRecord] = {}
+        self._most_pushed_out = CAPACITY
         self._latest: dict[int, OperationRecord] = {}
         self._ring: Flights | None = None
         self._latest_native: dict[int, Flights] = {}
@@ -259,21 +263,33 @@ class FlightRecorder:
         record.error = ""
         record.started = clock()
         self._flights.append(record)
+        if len(self._flights) > CAPACITY and (oldest := self._flights.popleft()).ended is None:
+            self._push_out(oldest)
         if sequence:
             self._latest[context] = record
         return record
 
+    def _push_out(self, record: OperationRecord) -> None:
+        """Keeps a record of an operation in flight, for which the ring has no room."""
+        pushed_out = self._pushed_out
+        if len(pushed_out) >= self._most_pushed_out:
+            for key, each in list(pushed_out.items()):
+                if each.ended is not None:
+                    pushed_out.pop(key, None)
+            self._most_pushed_out = 2 * len(pushed_out) + CAPACITY
+        pushed_out[id(record)] = record
+
     def records(self) -> tuple[FlightRecord, ...]:
-        """Returns the recorded operations of the user, the oldest first."""
+        """Returns the last operations of the user, and all that are in flight, the oldest first."""
         return tuple(flight.record() for flight in self._all() if not flight.is_internal)
 
     def _all(self) -> list[OperationRecord]:
-        """Returns all operations, the native library's included, in the order in which they began."""
-        # A copy: iterating a deque fails while another thread appends.
-        flights = list(self._flights.copy())
+        """Returns the last operations, the native library's included, and all in flight, the oldest first."""
+        # Copies: iterating a deque or a dict fails while another thread adds to it.
+        flights = [*self._pushed_out.copy().values(), *self._flights.copy()]
         if self._ring is not None and (natives := [self._ended(*entry) for entry in self._ring.entries()]):
-            flights = sorted([*flights, *natives], key=lambda flight: flight.started)[-CAPACITY:]
-        return flights
+            flights = sorted([*flights, *natives], key=lambda flight: flight.started)
+        return [*(flight for flight in flights[:-CAPACITY] if flight.ended is None), *flights[-CAPACITY:]]
 
     def _ended(
         self,
@@ -307,13 +323,14 @@ class FlightRecorder:
         return latest
 
     def find(self, context: int, sequence: int) -> OperationRecord | None:
-        """Returns a collective by its number. None if it was not called yet, or has left the ring."""
+        """Returns a collective by its number. None if it was not called yet, or has ended and left the ring."""
         flights = reversed(self._all())
         return next((flight for flight in flights if flight.context == context and flight.sequence == sequence), None)
 
     def under_way(self) -> list[OperationRecord]:
         """Returns the operations in flight, the oldest first."""
-        return [flight for flight in self._flights.copy() if flight.ended is None]
+        flights = (*self._pushed_out.copy().values(), *self._flights.copy())
+        return [flight for flight in flights if flight.ended is None]
 
     def activity(self) -> str:
         """Describes the current activity of this rank, as the end of a sentence about it."""

@@ -8,6 +8,7 @@ import torch
 
 import echelon
 from echelon.backends.simulated import SimulatedBackend
+from echelon.backends.status import Question, Standing, status_of
 from echelon.group.group import ProcessGroup
 from echelon.operation_records import CAPACITY, TUNED_TABLE, FlightRecorder, write_records
 
@@ -59,6 +60,31 @@ def coalesced(group):
 
 def test_a_record_counts_the_bytes_of_the_tensors_not_of_their_packing(on_backend):
     assert on_backend(coalesced, 2) == [[28, 28, 20, 8]] * 2
+
+
+def test_an_operation_in_flight_outlasts_any_number_of_later_ones():
+    recorder = FlightRecorder()
+    waiting = [recorder.begin("world", 1, number, number, "gather(dst=0)") for number in (1, 2)]
+    for number in range(3 * CAPACITY):
+        recorder.begin("pair", 2, number + 1, 0, "barrier").end()
+    assert recorder.under_way() == waiting
+    assert status_of(recorder, Question(1, 2, 2)).standing is Standing.SAME
+    assert recorder.activity().startswith("in gather(dst=0), #1")
+    assert [record.operation for record in recorder.records()[:3]] == ["gather(dst=0)", "gather(dst=0)", "barrier"]
+    assert len(recorder.records()) == CAPACITY + 2
+    for operation in waiting:
+        operation.end()
+    assert recorder.under_way() == []
+    assert status_of(recorder, Question(1, 2, 2)).standing is Standing.PAST
+    assert len(recorder.records()) == CAPACITY
+
+
+def test_records_of_ended_operations_are_dropped():
+    recorder = FlightRecorder()
+    for _ in range(5):
+        for operation in [recorder.begin("world", 1, 0, 0, "send") for _ in range(3 * CAPACITY)]:
+            operation.end()
+    assert len(recorder._pushed_out) <= 4 * CAPACITY
 
 
 def fail(group):
