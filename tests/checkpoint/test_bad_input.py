@@ -376,3 +376,10 @@ def load_by_rank(group, path):
 def test_values_of_ranks_that_are_not_there(tmp_path):
     echelon.simulate(save_by_rank, 3, (str(tmp_path),))
     assert echelon.simulate(load_by_rank, 2, (str(tmp_path),)).results == [{}, {}]
+
+
+def test_ranks_of_a_launcher_without_a_group_do_not_save_one_over_the_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgument, match="there is no group yet: call group"):
+        Store(tmp_path).save(1, model=nn.Linear(2, 2))
+    assert list(tmp_path.iterdir()) == []

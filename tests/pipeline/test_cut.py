@@ -459,3 +459,11 @@ def test_all_ranks_trace_before_one_measures(monkeypatch):
     noted("_measure")
     echelon.simulate(train, 2, (None, [(2, 5)]), timeout=20.0)
     assert steps == ["trace", "trace", "_measure"]
+
+
+def test_names_of_layers_are_a_list():
+    def make(group):
+        with pytest.raises(echelon.PartitionError, match=r"at='1': give a list of names of layers, as at=\['1'\]"):
+            Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), group, "1f1b", 2, nn.MSELoss(), at="1")
+
+    echelon.simulate(make, 2)

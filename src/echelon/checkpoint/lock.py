@@ -60,11 +60,12 @@ class FileLock(Lock):
         note(self.fileno, name_of(os.getpid()))
         return True
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
         """Releases the lock."""
+        # By default `os.close`, which the module may have lost when the interpreter ends.
         file, self.fileno = self.fileno, -1
         if file >= 0:
-            os.close(file)
+            close(file)
 
     def __del__(self) -> None:
         self.close()

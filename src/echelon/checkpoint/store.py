@@ -89,7 +89,7 @@ class Store:
             A handle, whose `wait` blocks until the checkpoint is on disk.
 
         Raises:
-            InvalidArgument: an argument cannot be stored.
+            InvalidArgument: an argument cannot be stored, or a launcher has started several ranks, which have no group.
             UnsupportedOp: a tensor has no values of its own.
             CheckpointError: it could not be written, on this or another rank; or an earlier save without `wait`.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather_object`.
@@ -98,6 +98,9 @@ class Store:
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0")
         objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
         group = self._group_of(objects)
+        if group is None and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+            # Each rank would save for itself, one over the other.
+            raise InvalidArgument("there is no group yet: call group = echelon.init() before the first save")
         found = collect(objects, group)
         return self._open(group).save(step, found.state, wait=wait, seed=found.seed, layout=found.layout)
 

@@ -102,9 +102,12 @@ def choose_schedule(
     """Returns the given schedule, or builds the one of this name, and checks it.
 
     Raises:
+        PartitionError: `at` is no list.
         ScheduleError: the schedule has problems, or is for other numbers of ranks or microbatches.
         UnsupportedOp: the schedule has no backward.
     """
+    if isinstance(at, str):
+        raise PartitionError(f"at={at!r}: give a list of names of layers, as at=[{at!r}]")
     if isinstance(schedule, Schedule):
         if schedule.num_ranks != num_ranks:
             raise ScheduleError(

@@ -287,7 +287,8 @@ def num_samples(value: Value, num_microbatches: int, what: str) -> int:
     """
     samples = batch_size(value, what) if tensors_of(value) else None
     if samples is None:
-        raise SizeMismatch("at least one tensor with a dim 0 of samples", "none", f"{what} of step()", "pass a batch")
+        advice = f"pass a batch, as {'target=' if what == 'target' else 'positional arguments'}"
+        raise SizeMismatch("at least one tensor with a dim 0 of samples", "none", f"{what} of step()", advice)
     if samples < num_microbatches:
         raise SizeMismatch(
             f"at least {num_microbatches} samples for {num_microbatches} microbatches",
