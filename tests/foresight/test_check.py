@@ -45,6 +45,21 @@ def test_two_hundred_planted_mistakes_are_found(tmp_path):
         assert_found(seed, tmp_path)
 
 
+def meeting(ranks):
+    programs.begin()
+    x = torch.ones(8, device="cuda")
+    dist.all_reduce(x)
+    if dist.get_rank() in ranks:
+        dist.barrier()
+    dist.all_reduce(x)
+
+
+def test_a_barrier_of_one_rank_is_found_and_one_of_all_takes_time():
+    with pytest.raises(CollectiveMismatch, match=r"barrier at .*test_check.py:\d+ on rank 0, but .* on rank 1"):
+        foresee(meeting, 4, ((0,),))
+    assert foresee(meeting, 4, (range(4),)).step_seconds > foresee(meeting, 4, ((),)).step_seconds
+
+
 def two_groups(same_order):
     dist.init_process_group("nccl")
     one, other = dist.new_group(range(2)), dist.new_group(range(2))
