@@ -378,8 +378,14 @@ def test_values_of_ranks_that_are_not_there(tmp_path):
     assert echelon.simulate(load_by_rank, 2, (str(tmp_path),)).results == [{}, {}]
 
 
-def test_ranks_of_a_launcher_without_a_group_do_not_save_one_over_the_other(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")])
+def test_ranks_of_a_launcher_without_a_group_do_not_save_one_over_the_other(names, tmp_path, monkeypatch):
+    for name, value in zip(names, ("0", "2"), strict=True):
+        monkeypatch.setenv(name, value)
     with pytest.raises(InvalidArgument, match="there is no group yet: call group"):
         Store(tmp_path).save(1, model=nn.Linear(2, 2))
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv(names[1], "1")
+    alone = Store(tmp_path)
+    alone.save(1, model=nn.Linear(2, 2))
+    alone.close()

@@ -14,6 +14,7 @@ from echelon.checkpoint.restore import restore
 from echelon.checkpoint.saving import Handle, Saver
 from echelon.errors import CheckpointError, InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
+from echelon.launch.environment import is_rank
 
 
 class Store:
@@ -98,7 +99,7 @@ class Store:
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0")
         objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
         group = self._group_of(objects)
-        if group is None and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        if group is None and is_rank(os.environ) and os.environ.get("WORLD_SIZE") != "1":
             # Each rank would save for itself, one over the other.
             raise InvalidArgument("there is no group yet: call group = echelon.init() before the first save")
         found = collect(objects, group)
