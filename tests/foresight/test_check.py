@@ -99,6 +99,37 @@ def test_collective_of_one_rank_among_those_of_fsdp_is_found():
         foresee(lambda: programs.fsdp(depth=1, after=logs_on_rank_0), 2)
 
 
+def warms_up_alone(step):
+    if step == 0 and dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1, device="cuda"))
+
+
+def test_collective_of_one_rank_in_the_step_before_the_last_is_found():
+    text = r"call \d+ of the program .*test_check.py:\d+ on rank 0, but .*programs.py:\d+.* on rank 1"
+    with pytest.raises(CollectiveMismatch, match=text):
+        foresee(lambda: programs.fsdp(depth=1, after=warms_up_alone), 2)
+
+
+def one_pair_warms_up(ranks):
+    programs.begin()
+    pairs = [dist.new_group([each, each + 1]) for each in range(0, dist.get_world_size(), 2)]
+    pair = pairs[dist.get_rank() // 2]
+    layer = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters())
+    for step in range(2):
+        layer(torch.ones(2, 8, device="cuda")).sum().backward()
+        if step == 0 and dist.get_rank() in ranks:
+            dist.all_reduce(torch.ones(3, device="cuda"), group=pair)
+        dist.all_reduce(layer.weight.grad, group=pair)
+        optimizer.step()
+
+
+def test_ranks_of_a_role_may_differ_before_the_step():
+    assert foresee(one_pair_warms_up, 32, ((0, 1),)).step_seconds > 0
+    with pytest.raises(CollectiveMismatch, match=r"12 bytes .* on rank 0, but .* on rank 1"):
+        foresee(one_pair_warms_up, 32, ((0,),))
+
+
 def test_reduction_in_bfloat16_is_a_problem():
     seen = foresee(lambda: programs.fsdp(depth=1, reduce_dtype=torch.bfloat16), 2)
     assert [problem.kind for problem in seen.problems] == ["narrow reduction"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
@@ -30,7 +30,9 @@ class Problem(NamedTuple):
 
 
 def check(traces: Mapping[int, Trace], classes: Sequence[int]) -> list[Problem]:
-    """Checks the recorded steps of all roles. Returns the problems that do not keep the program from running.
+    """Checks the recorded steps of all roles, with the communication of the program before them.
+
+    Returns the problems that do not keep the program from running.
 
     Args:
         traces: recorded ranks.
@@ -42,18 +44,21 @@ def check(traces: Mapping[int, Trace], classes: Sequence[int]) -> list[Problem]:
         DeadlockError: recorded ranks wait for each other for ever. It names a line for each.
     """
     check_collectives(traces, classes)
-    check_messages(traces)
-    check_order(traces)
+    whole = {rank: replace(trace, entries=trace.earlier + trace.entries) for rank, trace in traces.items()}
+    check_collectives(whole)
+    check_messages(whole)
+    check_order(whole)
     return list(narrow_reductions(traces))
 
 
 # Collectives
 
 
-def check_collectives(traces: Mapping[int, Trace], classes: Sequence[int]) -> None:
+def check_collectives(traces: Mapping[int, Trace], classes: Sequence[int] = ()) -> None:
     """Compares the collectives of each group on its recorded members.
 
-    A member that is not recorded is represented by its role, in the role's group of the same form.
+    A member that is not recorded is represented by its role, in the role's group of the same form. Without `classes`,
+    recorded members alone are compared: ranks of a role do the same in a step, but not necessarily before it.
 
     Raises:
         CollectiveMismatch: they differ in kind, bytes, dtype, reduction, root or order.
@@ -63,6 +68,8 @@ def check_collectives(traces: Mapping[int, Trace], classes: Sequence[int]) -> No
         for group, own in calls[rank].items():
             seen = {rank}
             for member in group.ranks:
+                if member not in traces and not classes:
+                    continue
                 other = member if member in traces else classes[member]
                 if other in seen or (member in traces and member < rank and group in calls[member]):
                     continue
@@ -72,7 +79,8 @@ def check_collectives(traces: Mapping[int, Trace], classes: Sequence[int]) -> No
                     if member not in traces:
                         continue  # the role has no group of this form
                     theirs = []
-                _compare(_Side(rank, traces[rank], own), _Side(other, traces[other], theirs), group)
+                counted_from = "of a step" if classes else "of the program"
+                _compare(_Side(rank, traces[rank], own), _Side(other, traces[other], theirs), group, counted_from)
 
 
 def _by_group(trace: Trace) -> dict[Group, list[Collective]]:
@@ -93,7 +101,7 @@ class _Side(NamedTuple):
     calls: Sequence[Collective]
 
 
-def _compare(one: _Side, other: _Side, group: Group) -> None:
+def _compare(one: _Side, other: _Side, group: Group, counted_from: str) -> None:
     for number, (mine, theirs) in enumerate(zip_longest(one.calls, other.calls), 1):
         if _signature(one, mine) == _signature(other, theirs):
             continue
@@ -101,7 +109,7 @@ def _compare(one: _Side, other: _Side, group: Group) -> None:
         left, right = _described(one, mine), _described(other, theirs)
         parted = _parted(one, other, number - 1)
         raise CollectiveMismatch(
-            f"call {number} of a step in {name} is {left}, but {right}{parted}: every rank of a group must call the "
+            f"call {number} {counted_from} in {name} is {left}, but {right}{parted}: every rank of a group must call the "
             "same collectives in the same order, with tensors of equal size",
             rank=other.rank,
             theirs=right,
@@ -179,7 +187,7 @@ def check_messages(traces: Mapping[int, Trace]) -> None:
             missing = f"rank {dst} receives" if send is not None else f"rank {src} sends"
             raise CollectiveMismatch(
                 f"{text_of(traces[rank], found)} on rank {rank} has no partner: {missing} nothing that fits it, with "
-                f"tag {tag}, in the same step"
+                f"tag {tag}"
             )
 
 

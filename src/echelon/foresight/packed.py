@@ -41,7 +41,8 @@ def packed(trace: Trace) -> bytes:
         ValueError: steps of its schedule are not plain values.
     """
     values = {field.name: getattr(trace, field.name) for field in fields(trace)}
-    values["entries"] = [(_NUMBERS[type(entry)], *entry) for entry in trace.entries]
+    for name in ("entries", "earlier"):
+        values[name] = [(_NUMBERS[type(entry)], *entry) for entry in values[name]]
     values["live"] = [tuple(entry) for entry in trace.live]
     values["groups"] = [tuple(group) for group in trace.groups]
     return marshal.dumps(values)
@@ -50,7 +51,8 @@ def packed(trace: Trace) -> bytes:
 def unpacked(data: bytes) -> Trace:
     """Returns the trace of bytes that `packed` has made. Only for bytes of our own processes."""
     values = marshal.loads(data)
-    values["entries"] = tuple(_KINDS[number]._make(rest) for number, *rest in values["entries"])
+    for name in ("entries", "earlier"):
+        values[name] = tuple(_KINDS[number]._make(rest) for number, *rest in values[name])
     values["live"] = tuple(map(Allocate._make, values["live"]))
     values["groups"] = tuple(map(Group._make, values["groups"]))
     return Trace(**values)

@@ -148,6 +148,10 @@ class Free(NamedTuple):
 Entry: TypeAlias = Kernel | Collective | Message | Wait | RecordEvent | WaitEvent | HostWait | Allocate | Free
 
 
+Order: TypeAlias = Collective | Message | Wait | RecordEvent | WaitEvent | HostWait
+"""Entries that order communication."""
+
+
 class Group(NamedTuple):
     """A process group."""
 
@@ -184,3 +188,5 @@ class Trace:
     where the step ran with real tensors. Empty if it did not."""
     computed: tuple[tuple[int, int, object], ...] = ()
     """(first entry, entry after the last one, step) of the steps of a schedule, such as "0F3" of a pipeline."""
+    earlier: tuple[Order, ...] = ()
+    """Communication, waits and events of the program before the step."""

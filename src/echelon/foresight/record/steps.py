@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
-from echelon.foresight.trace import Allocate, Entry, Trace
+from echelon.foresight.trace import Allocate, Entry, Order, Trace
 
 if TYPE_CHECKING:
     from echelon.foresight.record.repeats import Repeats
@@ -56,6 +56,8 @@ class Steps:
         """Its steps of a schedule, as in `Log.computed`."""
         self.live: Sequence[Allocate] = ()
         """Storages that were alive when it began."""
+        self.earlier: Sequence[Order] = ()
+        """Communication, waits and events before it."""
         self.num_done = 0
         self._log = log
         self._memory = memory
@@ -128,6 +130,8 @@ class Steps:
     def _finish(self, position: int, num_calls: int, live: list[Allocate]) -> None:
         """Ends a step after `position` entries and `num_calls` calls."""
         self._log.calls.end_step(num_calls, position)
+        if self.entries is not None:
+            self.earlier = (*self.earlier, *(entry for entry in self.entries if isinstance(entry, Order)))
         self.entries, self.live = self._log.entries[:position], self._live_at_begin
         self.computed = self._log.drop(position)
         self._live_at_begin = live
@@ -166,6 +170,7 @@ class Steps:
             assumptions=tuple(log.assumptions),
             skipped=tuple(log.skipped),
             computed=tuple(log.computed if self.entries is None else self.computed),
+            earlier=tuple(self.earlier),
         )
 
 
