@@ -121,6 +121,62 @@ def test_too_little_memory_is_a_problem_with_lines():
     assert seen.live_memory[0] >= 4 * 4 * 65536**2
 
 
+def adds(backend, choose):
+    dist.init_process_group(backend)
+    dist.all_reduce(torch.ones(8, device=choose()))
+
+
+def unnumbered():
+    return "cuda"
+
+
+def assumed(*args, **kwargs):
+    seen = echelon.foresee(adds, *args, **kwargs)
+    return [each.partition(" at ")[0] for each in seen.assumptions if "no optimizer" not in each]
+
+
+def named_by_rank():
+    return f"cuda:{dist.get_rank()}"
+
+
+def set_by_rank():
+    torch.cuda.set_device(dist.get_rank())
+    return "cuda"
+
+
+def moved_by_rank():
+    return torch.ones(1).cuda(dist.get_rank()).device
+
+
+def counted_by_rank():
+    return torch.device(dist.get_rank())
+
+
+@pytest.mark.parametrize("choose", [named_by_rank, set_by_rank, moved_by_rank, counted_by_rank])
+def test_a_gpu_that_a_host_has_not_is_refused(choose):
+    assert not assumed(4, ("nccl", choose))
+    with pytest.raises(RuntimeError, match=r"cuda:2 is no GPU: each host has 2 GPUs, from cuda:0 on; .*LOCAL_RANK"):
+        echelon.foresee(adds, 4, ("nccl", choose), hosts=2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        ("gloo", ["communication of backend 'gloo' takes the time of 'nccl'"]),
+        ("cuda:gloo,cpu:gloo", ["communication of backend 'gloo' takes the time of 'nccl'"]),
+        ("cpu:gloo,cuda:nccl", []),
+    ],
+)
+def test_a_backend_that_is_not_modelled_is_an_assumption(backend, text):
+    assert assumed(2, (backend, set_by_rank)) == text
+
+
+def test_ranks_without_a_gpu_of_their_own_are_an_assumption():
+    (text,) = assumed(2, ("nccl", unnumbered))
+    assert text == "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
+    assert not assumed(2, ("nccl", unnumbered), hosts=2)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

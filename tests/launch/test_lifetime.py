@@ -225,4 +225,5 @@ def test_jobs_of_a_pool_leave_nothing(pool):
 
 
 def left_in_worker(group):
+    group.barrier()  # the segments of the group have arrived by then
     return left()

@@ -18,17 +18,38 @@ from torch.overrides import TorchFunctionMode
 from echelon._torch_private.tensors import FakeTensor, real_tensors
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.trace import HostWait
+from echelon.wording import counted
 
 _CUDA = "cuda"
 
 
 def mapped(value: Any) -> Any:
-    """Returns the CPU for a device of CUDA. Other values are returned as they are."""
+    """Returns the CPU for a device of CUDA. Other values are returned as they are.
+
+    Raises:
+        RuntimeError: the host has no GPU of this number.
+    """
     if isinstance(value, str):
-        return "cpu" if value == _CUDA or value.startswith("cuda:") else value
+        if value != _CUDA and not value.startswith("cuda:"):
+            return value
+        check_gpu(torch.device(value).index)
+        return "cpu"
     if isinstance(value, torch.device) and value.type == _CUDA:
+        check_gpu(value.index)
         return torch.device("cpu")
     return value
+
+
+def check_gpu(index: int | None) -> None:
+    """Raises RuntimeError, as CUDA does, if the rank's host has no GPU of this number."""
+    if index is None or (recording := recording_here()) is None:
+        return
+    if not 0 <= index < recording.log.num_gpus:
+        raise RuntimeError(
+            f"cuda:{index} is no GPU: each host has {counted(recording.log.num_gpus, 'GPU')}, from cuda:0 on; a rank's "
+            "own is cuda:LOCAL_RANK"
+        )
+    recording.log.has_chosen_gpu = True
 
 
 class OnHost(TorchFunctionMode):
@@ -70,12 +91,18 @@ class OnDevice(TorchFunctionMode):
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the device that the program asked for. A number is the index of a GPU."""
     if len(args) == 1 and isinstance(args[0], int) and not kwargs:
+        check_gpu(args[0])
         return func(_CUDA, args[0])
     return func(*args, **kwargs)
 
 
 def _first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
     """Returns the tensor itself, for a function that only moves it."""
+    for each in (*args[1:], *kwargs.values()):
+        if isinstance(each, int) and not isinstance(each, bool):
+            check_gpu(each)
+        else:
+            mapped(each)
     return args[0]
 
 

@@ -19,7 +19,7 @@ from echelon._torch_private.distributed import batches_noted, ddp_checks_by, obj
 from echelon._torch_private.modules import devices_as_on_gpu, optimizers_as_on_gpu
 from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
 from echelon.foresight.record import streams
-from echelon.foresight.record.device import OnDevice, OnHost, mapped
+from echelon.foresight.record.device import OnDevice, OnHost, check_gpu, mapped
 from echelon.foresight.record.here import Recording, recording_here
 
 
@@ -209,6 +209,7 @@ def _current_device() -> int:
 def _set_device(device: Any) -> None:
     if (recording := recording_here()) is not None:
         number = torch.device(device).index if isinstance(device, str) else getattr(device, "index", device)
+        check_gpu(number)
         recording.log.device = number or 0
 
 

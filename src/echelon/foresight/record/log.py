@@ -65,7 +65,11 @@ class Where(NamedTuple):
 class Log:
     """Entries of one rank, and its present stream, module and phase."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, num_gpus: int = 0) -> None:
+        self.num_gpus = num_gpus
+        """Number of GPUs of the rank's host."""
+        self.has_chosen_gpu = False
+        """Whether the program has named a GPU by its number."""
         self.entries: list[Entry] = []
         self.calls = calls
         self.computed: list[tuple[int, int, object]] = []

@@ -30,7 +30,7 @@ from echelon.foresight.record.compiling import not_compiled
 from echelon.foresight.record.device import OnDevice, OnHost
 from echelon.foresight.record.device_names import Gpu, device_names
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
-from echelon.foresight.record.here import Recording, recorded
+from echelon.foresight.record.here import Recording, recorded, recording_here
 from echelon.foresight.record.loading import loading_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
@@ -62,6 +62,9 @@ from echelon.simulation.world import World
 
 _BACKEND = "echelon-recorded"
 """Name under which torch.distributed makes groups of recorded ranks."""
+
+_NOT_MODELLED = frozenset({"gloo", "mpi", "ucc"})
+"""Backends of torch.distributed that are timed as another one."""
 
 MANY_ENTRIES = 20_000
 """Entries of ranks, a few seconds' work, above which child processes record them. A fork takes hundredths of one."""
@@ -237,7 +240,7 @@ class _Run:
         self._is_child = False
         self._facts: dict[tuple[Any, ...], str] = {}
         """Digests of the values that ranks in children have contributed to collectives."""
-        self.torch = TorchDistributed(world, _BACKEND)
+        self.torch = TorchDistributed(world, _BACKEND, self._note_backend)
         has_own_modules = isinstance(request.fn, ProgramWithStates)
         self.calls = ProcessCalls(world.scheduler.rank_here, len(request.hosts), has_own_modules)
         world.scheduler.on_stuck = lambda tasks: explain(world, tasks, "")
@@ -259,6 +262,14 @@ class _Run:
         """Returns the steps of the calling thread's rank. None in other threads."""
         scheduler = self._world.scheduler
         return self._steps.get(scheduler.current().rank) if scheduler.is_running_here() else None
+
+    def _note_backend(self, asked: str) -> None:
+        """Notes a backend whose own times are not modelled."""
+        names = dict(each.split(":", 1) for each in asked.split(",")) if ":" in asked else {"cuda": asked, "cpu": asked}
+        modelled = ("cpu", "echelon") if self._request.gpu is None else ("cuda", "nccl")
+        name = names.get(modelled[0], "")
+        if name in _NOT_MODELLED and (recording := recording_here()) is not None:
+            recording.log.assume(f"communication of backend {name!r} takes the time of {modelled[1]!r}")
 
     def _record(self, ranks: Sequence[int]) -> None:
         """Records ranks in this process."""
@@ -349,7 +360,8 @@ class _Run:
             backend.begin()
             timing = self._request.timing
             clock = time.thread_time if timing is None else timing.clock
-            log = Log(Calls(self._request.answers, clock, self._request.keeps_calls))
+            num_gpus = 0 if self._request.gpu is None else self._request.hosts.count(0)
+            log = Log(Calls(self._request.answers, clock, self._request.keeps_calls), num_gpus)
             memory, routing = Memory(log), Routing(log.assume)
             until = Until(self._request.until) if self._request.until else None
             repeats = None
@@ -380,6 +392,10 @@ class _Run:
                 raise until.missing(rank)
             if steps.entries is None and repeats is not None and repeats.num_repeated:
                 raise NotRepeated  # no step was kept, of which the last microbatch had to run
+            if num_gpus > 1 and not log.has_chosen_gpu and dist.is_initialized():
+                log.assumptions.of(
+                    "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
+                )
             self.traces[rank] = steps.trace(rank, world_size)
             if self._request.keeps_calls:
                 self.answers[rank] = log.calls.of_all_steps()

@@ -62,10 +62,19 @@ class _Division(NamedTuple):
 class TorchDistributed:
     """torch.distributed of one simulation."""
 
-    def __init__(self, world: World, backend: str | None = None) -> None:
-        """Takes the backend of torch.distributed for a world of which only some ranks run. None: all ranks run."""
+    def __init__(
+        self, world: World, backend: str | None = None, note_backend: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Makes torch.distributed for a world.
+
+        Args:
+            world: the simulated world.
+            backend: the backend where only some ranks run. None: all ranks run.
+            note_backend: called with the name of the backend that the program asks for, in lower case.
+        """
         self._world = world
         self._backend = backend
+        self._note_backend = note_backend
         self._groups: dict[int, ProcessGroup] = {}
         self._contents: defaultdict[object, Contents] = defaultdict(dict)
         self._num_opened: defaultdict[object, int] = defaultdict(int)
@@ -159,6 +168,7 @@ class TorchDistributed:
                 _check_world(group, call["group_rank"], call["group_size"])
             if (device := call.get("device_id")) is not None and self._backend is None:
                 raise _needs_cuda(device)
+            self._note_backend(asked)
             call["backend"] = self._backend or interop.NAME
             call.update({name: None for name in ("backend_options", "pg_options", "device_id") if name in call})
             made, store = original(**call)
