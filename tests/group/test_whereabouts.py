@@ -67,6 +67,27 @@ def test_the_rank_that_is_behind_is_named_and_not_one_that_waits_for_it(on_backe
         assert rank == behind or re.search(wanted, message), message
 
 
+def use_groups_in_turn(group):
+    """Each rank is in a collective of another group of both."""
+    first, second = (group.subgroup([0, 1], name=name) for name in ("first", "second"))
+    if group.rank != ASKS:
+        work = first.all_reduce(torch.ones(2), async_op=True)
+        group.send(torch.ones(1), ASKS, tag=TOLD)
+        work.wait()
+        return None
+    group.recv(0, tag=TOLD)
+    with pytest.raises(echelon.Timeout) as caught:
+        second.barrier(timeout=0.05)
+    first.all_reduce(torch.ones(2))
+    return str(caught.value)
+
+
+def test_a_rank_in_a_collective_of_another_group_has_advice(on_backend):
+    message = next(filter(None, on_backend(use_groups_in_turn, 2)))
+    assert re.search(r"rank 0, which is in .*all_reduce\(sum\) of float32\[2\], #1 of group 'first'", message), message
+    assert "use groups in the same order on every rank, if these wait for each other" in message
+
+
 def compute(group, folder):
     """Rank 1 computes, from before rank 0 asks until it has been answered."""
     began, answered = (os.path.join(folder, name) for name in ("began", "answered"))

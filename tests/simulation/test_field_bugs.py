@@ -73,6 +73,21 @@ def test_a_group_of_a_mesh_is_named_by_its_dim_and_its_ranks():
         echelon.simulate(skips_a_dim_of_the_mesh, 4)
 
 
+def uses_equal_groups_in_turn():
+    dist.init_process_group("gloo")
+    groups = [dist.new_group(group_desc=each) for each in (None, None, "metrics")]
+    for group in groups if dist.get_rank() else groups[::-1]:
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+def test_groups_of_the_same_ranks_have_names_of_their_own():
+    with pytest.raises(echelon.DeadlockError) as raised:
+        echelon.simulate(uses_equal_groups_in_turn, 2)
+    assert "in collectives of different groups: use the groups in the same order on every rank" in str(raised.value)
+    assert "of group 'metrics: ranks [0, 1], number 3'" in str(raised.value)
+    assert "of group 'ranks [0, 1]'" in str(raised.value)
+
+
 def gathers_into_too_little():
     dist.init_process_group("gloo")
     dist.all_gather(list(torch.empty(2, 3)), torch.ones(3))

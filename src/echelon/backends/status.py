@@ -28,6 +28,8 @@ class Standing(IntEnum):
     """It has finished the collective."""
     DIVERGED = 3
     """Its calls up to this one are others."""
+    ELSEWHERE = 4
+    """It has not called the collective yet, and is in a collective of another group."""
 
 
 class Status(NamedTuple):
@@ -45,7 +47,8 @@ def status_of(recorder: FlightRecorder, question: Question) -> Status:
         return Status(Standing.DIVERGED, flight.with_marks())
     latest = recorder.latest(question.context)
     if latest is None or latest.sequence < question.sequence:
-        standing = Standing.BEFORE
+        is_elsewhere = any(each.sequence and each.context != question.context for each in recorder.under_way())
+        standing = Standing.ELSEWHERE if is_elsewhere else Standing.BEFORE
     elif flight is not None and (flight.ended is None or flight.error):
         standing = Standing.SAME
     else:

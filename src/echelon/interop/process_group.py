@@ -7,7 +7,8 @@ group with the same ranks, which the first such call makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -70,9 +71,12 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         self._store = store
         # torch's C++ keeps names only for groups that have C++ backends.
         self._name = self._description = ""
+        self._shown = group.name
         self.elsewhere: dict[str, Any] = {}
         """By device type: torch's group for its tensors, with the same ranks."""
         self._coalesced: list[dist.Work] | None = None
+        self._num_made: Counter[tuple[int, ...]] = Counter()
+        """Groups of some of its ranks that were made so far."""
 
     def __repr__(self) -> str:
         return f"<EchelonProcessGroup {self._name!r} over {self.group!r}>"
@@ -92,12 +96,18 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         self._description = description
         # A device mesh describes the groups of its dim "dp" as "mesh_dp". The other two are torch's for no description.
         if description not in ("", "undefined", "default_pg"):
-            self.group.name = f"{description.removeprefix('mesh_')}: {ranks_as_name(self.group.ranks)}"
+            self.group.name = f"{description.removeprefix('mesh_')}: {self._shown}"
 
     def getGroupDesc(self) -> str:  # noqa: D102, N802
         return self._description
 
     # Called from Python
+
+    def name_for(self, ranks: Sequence[int]) -> str:
+        """Returns the name of a new group of some ranks in errors: "ranks [0, 2]", then "ranks [0, 2], number 2"."""
+        self._num_made[tuple(ranks)] += 1
+        number = self._num_made[tuple(ranks)]
+        return f"ranks {list(ranks)}" + (f", number {number}" if number > 1 else "")
 
     def get_group_store(self) -> Store:  # noqa: D102
         return self._store
@@ -169,11 +179,6 @@ def group_for(group: EchelonProcessGroup, device: torch.device) -> Any:
             use_local_synchronization=True,  # only members of this group call
         )
     return group.elsewhere[device.type]
-
-
-def ranks_as_name(ranks: Iterable[int]) -> str:
-    """Returns the name of a group in errors: "ranks [0, 2]"."""
-    return f"ranks {list(ranks)}"
 
 
 def _backends(group: EchelonProcessGroup) -> dict[str, str]:

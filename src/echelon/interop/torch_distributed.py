@@ -27,7 +27,7 @@ from echelon._torch_private.distributed import (
 )
 from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
-from echelon.interop.process_group import EchelonProcessGroup, ranks_as_name
+from echelon.interop.process_group import EchelonProcessGroup
 from echelon.launch import environment
 from echelon.launch.backends import OWN_NAMES
 from echelon.launch.init import carry, end_with_program, provided_group
@@ -54,21 +54,21 @@ def make_group(options: DistributedBackendOptions) -> tuple[ProcessGroup, Store]
     if ranks and isinstance(world, EchelonProcessGroup):
         # Simulated ranks do not wait in real time: there, only the timeout of a single call counts.
         is_simulated = world.group.backend.name == "simulated"
-        group = _subgroup(world.group, ranks, world.group.timeout if is_simulated else timeout, options.group_id)
+        group = _subgroup(world, ranks, world.group.timeout if is_simulated else timeout, options.group_id)
     else:
         group = _connect(options.store, options.group_rank, options.group_size, timeout)
     return group, options.store
 
 
-def _subgroup(world: ProcessGroup, ranks: Sequence[int], timeout: float, name: str) -> ProcessGroup:
+def _subgroup(world: EchelonProcessGroup, ranks: Sequence[int], timeout: float, name: str) -> ProcessGroup:
     """Returns the group of some ranks of the world, without communication. Only its members call it."""
     # A hash, since only the members call: ranks with different numbers of groups could not agree on a counter. torch's
     # name of a group is equal on its members, and unique in the world.
     digest = hashlib.blake2b(f"torch group {name}".encode(), digest_size=8).digest()
     context = int.from_bytes(digest, "little") | 1 << 63
     # Errors show its ranks, which the program knows. It has never seen torch's name, a number or a hash.
-    shown = ranks_as_name(ranks)
-    return ProcessGroup(world.backend, ranks, context=context, timeout=timeout, name=shown, table=world.table)
+    shown, group = world.name_for(ranks), world.group
+    return ProcessGroup(group.backend, ranks, context=context, timeout=timeout, name=shown, table=group.table)
 
 
 def _connect(store: Store, rank: int, world_size: int, timeout: float) -> ProcessGroup:

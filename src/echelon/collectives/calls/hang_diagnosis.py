@@ -24,6 +24,7 @@ WARN_SECONDS = 60.0
 """Interval of warnings during a wait. The first comes after this time."""
 # Number of ranks that an error describes; of further ranks it gives only the number.
 _NAMED = 4
+_BEHIND = (Standing.BEFORE, Standing.ELSEWHERE)
 _ADVICE = "every rank must call the same operations in the same order with the same arguments"
 
 
@@ -120,7 +121,7 @@ class HangDiagnosis:
         if mismatch := self._mismatch(statuses):
             raise mismatch
         others = [rank for rank in self._ranks if rank != self._backend.rank]
-        behind = [rank for rank in others if rank in statuses and statuses[rank].standing == Standing.BEFORE]
+        behind = [rank for rank in others if rank in statuses and statuses[rank].standing in _BEHIND]
         silent = [rank for rank in others if rank not in statuses]
         there = [rank for rank in others if rank in statuses and rank not in behind]
         culprits = [f"rank {rank}, which is {statuses[rank].text}" for rank in behind]
@@ -131,6 +132,8 @@ class HangDiagnosis:
             details = "; ".join(f"rank {rank} is {statuses[rank].text}" for rank in there[:_NAMED])
             return Timeout(f"waited {waited:.1f} s, though all ranks have called it: {details}")
         rest = f"; {listed(there)} {'has' if len(there) == 1 else 'have'} called it" if there else ""
+        if any(statuses[rank].standing == Standing.ELSEWHERE for rank in behind):
+            rest += ": use groups in the same order on every rank, if these wait for each other"
         text = f"waited {waited:.1f} s for {'; and for '.join(culprits)}{rest}"
         return Timeout(text, tuple(sorted([*behind, *silent])))
 
