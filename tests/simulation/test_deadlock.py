@@ -353,6 +353,22 @@ def nobody_fails(group):
     return group.all_reduce(torch.ones(8), async_op=True).wait()
 
 
+def passes_to_the_wrong_side():
+    dist.init_process_group("gloo")
+    after = (dist.get_rank() + 1) % dist.get_world_size()
+    ops = [dist.P2POp(dist.isend, torch.ones(4), after), dist.P2POp(dist.irecv, torch.zeros(4), after)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def test_receives_of_the_wrong_rank_are_named_beside_the_messages():
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(passes_to_the_wrong_side, 3)
+    text = str(caught.value)
+    assert "their receives are of other ranks or tags than the messages: make both sides agree" in text
+    assert "rank 0 has not received a message from rank 2, tag 0, but waits for one from rank 1, tag 0" in text
+
+
 def test_what_was_sent_with_another_tag_is_named():
     def program(group):
         if group.rank == 0:

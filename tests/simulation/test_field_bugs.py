@@ -73,6 +73,19 @@ def test_a_group_of_a_mesh_is_named_by_its_dim_and_its_ranks():
         echelon.simulate(skips_a_dim_of_the_mesh, 4)
 
 
+def differs_under_nccl():
+    dist.init_process_group("nccl")
+    if dist.get_rank():
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(2))
+
+
+def test_an_error_under_nccl_is_not_hidden_by_torchs_log_of_it():
+    with pytest.raises(echelon.CollectiveMismatch, match="barrier, .*but all_reduce"):
+        echelon.simulate(differs_under_nccl, 2)
+
+
 def uses_equal_groups_in_turn():
     dist.init_process_group("gloo")
     groups = [dist.new_group(group_desc=each) for each in (None, None, "metrics")]

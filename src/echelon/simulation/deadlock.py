@@ -20,6 +20,8 @@ from echelon.wording import listed
 
 _MOST_UNCLAIMED = 8
 """Most unclaimed messages that a DeadlockError lists."""
+_MOST_RECEIVES = 3
+"""Most receives of a rank that stand beside a message that it has not received."""
 
 
 class Waiting(NamedTuple):
@@ -58,7 +60,8 @@ def explain(world: World, tasks: Sequence[Task], hint: str = "") -> DeadlockErro
     waiting = sorted(_waiting(world, task) for task in tasks)
     # A rank that has returned but still waits for its asynchronous operations is listed as waiting.
     returned = sorted(world.returned - {task.rank for task in tasks if task.number == 0})
-    unclaimed = sorted(_unclaimed(world))
+    in_receive = {task.rank for task in waiting if not (task.is_send or task.is_collective or task.of_store)}
+    unclaimed = sorted(_unclaimed(world, in_receive))
     lines = [str(task) for task in _each_once(waiting)]
     lines += [
         f"rank {rank} has returned, after {_last_call(world.flight_recorders[rank]) or 'no call'}" for rank in returned
@@ -67,7 +70,7 @@ def explain(world: World, tasks: Sequence[Task], hint: str = "") -> DeadlockErro
     lines += unclaimed[:_MOST_UNCLAIMED]
     if len(unclaimed) > _MOST_UNCLAIMED:
         lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more messages that were not received")
-    reason = hint or _reason(waiting, returned)
+    reason = hint or _reason(waiting, returned, _mispaired(world))
     return DeadlockError("\n  ".join([f"no rank can go on at {world.clock.now:g} s: {reason}", *lines]))
 
 
@@ -134,7 +137,7 @@ def _innermost(ident: int) -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
+def _reason(tasks: Sequence[Waiting], returned: Collection[int], mispaired: Collection[int]) -> str:
     # Before any cycle: a rank that has returned can send nothing more.
     for task in tasks:
         if gone := [peer for peer in task.peers if peer in returned]:
@@ -149,11 +152,11 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
     if not cycle:
         return "the messages that they wait for were never sent: match every receive with a send"
     path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
-    return f"they wait for each other, {path}: {_advice([task for task in tasks if task.rank in cycle])}"
+    return f"they wait for each other, {path}: {_advice([task for task in tasks if task.rank in cycle], mispaired)}"
 
 
-def _advice(cycle: Sequence[Waiting]) -> str:
-    """Returns the remedy for tasks that wait for each other."""
+def _advice(cycle: Sequence[Waiting], mispaired: Collection[int]) -> str:
+    """Returns the remedy for tasks that wait for each other. `mispaired`: ranks whose receives fit no message."""
     if len({task.context for task in cycle}) == 1 or not all(task.group for task in cycle):
         if all(task.is_collective for task in cycle):
             return "make all ranks call the collectives in the same order"
@@ -163,6 +166,8 @@ def _advice(cycle: Sequence[Waiting]) -> str:
                 f"with {listed(in_collective)} in a collective and {listed(others)} in a message: make all ranks of "
                 "the group call the collective, or pass the message before it"
             )
+        if all(task.is_send for task in cycle) and all(task.rank in mispaired for task in cycle):
+            return "their receives are of other ranks or tags than the messages: make both sides agree"
         if all(task.is_send for task in cycle):
             return "let one of them receive before it sends, or start the sends with isend"
         return "let one of them send before it waits"
@@ -245,11 +250,34 @@ def _last_call(recorder: FlightRecorder) -> str:
     return f"{last.operation}{number} at {last.place}"
 
 
-def _unclaimed(world: World) -> Iterator[str]:
+def _unclaimed(world: World, in_receive: Collection[int]) -> Iterator[str]:
+    """Yields a line for each message without a receive. The lines of ranks `in_receive` name their receives already."""
     for rank, mailbox in enumerate(world.mailboxes):
+        posted = [] if rank in in_receive else _posted(world, rank)
+        receives = [f"one from {_whom(peer)}, {_name_of(tag)}" for peer, tag in posted[:_MOST_RECEIVES]]
+        other = f", but waits for {' and '.join(receives)}" if receives else ""
         for src, tag in mailbox.unclaimed:
             if is_plain(tag):
-                yield f"rank {rank} has not received a message from rank {src}, {_name_of(tag)}"
+                yield f"rank {rank} has not received a message from rank {src}, {_name_of(tag)}{other}"
+
+
+def _mispaired(world: World) -> set[int]:
+    """Returns the ranks that have both messages which they do not receive, and receives without a message."""
+    ranks = range(len(world.mailboxes))
+    return {
+        rank
+        for rank in ranks
+        if _posted(world, rank) and any(is_plain(tag) for _, tag in world.mailboxes[rank].unclaimed)
+    }
+
+
+def _posted(world: World, rank: int) -> list[tuple[int, Tag]]:
+    """Returns source and tag of the receives that a rank has begun."""
+    return [(src, tag) for (src, tag), receives in world.mailboxes[rank].posted.items() if receives and is_plain(tag)]
+
+
+def _whom(peer: int) -> str:
+    return "any rank" if peer == ANY else f"rank {peer}"
 
 
 def _name_of(tag: Tag) -> str:

@@ -151,6 +151,7 @@ class ProcessCalls:
             *AutocastCache(self._rank_here).replacements(),
             (torch.cuda, "is_available", lambda _: lambda: False),
             (torch.cuda, "device_count", lambda _: self._count_gpus),
+            (torch.cuda.nccl, "version", lambda original: functools.partial(_nccl_version, original)),
             (multiprocessing.process.BaseProcess, "start", lambda original: functools.partial(self._start, original)),
         ]
 
@@ -272,6 +273,11 @@ def _fork(original: Callable[[], Any]) -> Any:
         f"os.fork at {source_of(calling_place())}: {_IN_CHILD}, and a forked child is none of them: use subprocess, or "
         "echelon run"
     )
+
+
+def _nccl_version(original: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    # torch's log of an error asks for it. A build without CUDA fails then, and its error would hide the first one.
+    return original() if _is_called_by_user() else (0, 0, 0)
 
 
 def _check_process(process: Any) -> None:
