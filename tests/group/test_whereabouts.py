@@ -144,6 +144,28 @@ def test_a_stopped_rank_is_named_with_what_was_heard_of_it_last():
     assert "its last message was of all_reduce(sum) of float32[3], #2 by recursive_doubling" in message
 
 
+def receive_from_the_wrong_rank(group):
+    if group.rank != ASKS:
+        if group.rank == 0:
+            group.send(torch.ones(1), ASKS)
+        stay(group)
+        return None
+    for src in (0, 2):
+        group.recv(src, tag=TOLD)
+    with pytest.raises(echelon.Timeout) as caught:
+        group.recv(2, timeout=0.05)
+    for dst in (0, 2):
+        group.send(torch.ones(1), dst, tag=STAY)
+    group.recv(0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_a_message_that_no_receive_takes_is_named(pool, backend):
+    message = pool.run(receive_from_the_wrong_rank, 3, backend=backend)[ASKS]
+    assert message.endswith("; no receive takes a message from rank 0, tag 0: make both sides agree on rank and tag")
+
+
 def wait_for_a_message(group):
     if group.rank != ASKS:
         stay(group)

@@ -243,6 +243,10 @@ class Messages(ABC):
         """
         return False
 
+    def unreceived(self) -> list[tuple[int, Tag]]:
+        """Returns source and tag of the messages that have come and that no receive takes, as far as it is known."""
+        return []
+
     # Blocking calls
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, timeout: float | None = None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 from echelon.backends.base import Backend
+from echelon.backends.formats.wire import Tag
 from echelon.backends.status import Question
 from echelon.backends.work import Work
 from echelon.collectives.calls.hang_diagnosis import ANSWER_SECONDS, WARN_SECONDS, silence
@@ -89,6 +90,11 @@ def receive(
         raise
 
 
+def _is_of(tag: Tag, context: int) -> bool:
+    """Whether a message is one that a program passes in a group."""
+    return tag.context == context and tag.sequence == 0
+
+
 class MessageLateness:
     """Diagnosis of a late message, sent or received."""
 
@@ -133,4 +139,8 @@ def describe_peers(
     text = " and ".join((known + late)[:_NAMED])
     for rank in [rank for rank in others if rank in silent][:_NAMED]:
         text += f"; rank {rank} {silence(backend, rank, seconds)}"
+    messages = [(src, tag.step) for src, tag in backend.messages.unreceived() if _is_of(tag, context)]
+    if messages:
+        sources = " and ".join(f"from rank {src}, tag {tag}" for src, tag in messages[:_NAMED])
+        text += f"; no receive takes a message {sources}: make both sides agree on rank and tag"
     return Timeout(text, tuple(silent))

@@ -139,6 +139,9 @@ class TcpMessages(Messages):
         link = self.links.get(src)
         return link is not None and link.receiver.brings_memory(num_bytes)
 
+    def unreceived(self) -> list[tuple[int, Tag]]:  # noqa: D102
+        return sorted(self.mailbox.unclaimed)
+
     def keeps_messages(self, src: int) -> bool:  # noqa: D102
         link = self.links.get(src)
         return link is not None and link.receiver.is_in_memory
