@@ -82,7 +82,7 @@ def differs_under_nccl():
 
 
 def test_an_error_under_nccl_is_not_hidden_by_torchs_log_of_it():
-    with pytest.raises(echelon.CollectiveMismatch, match="barrier, .*but all_reduce"):
+    with pytest.raises(echelon.CollectiveMismatch, match=r"barrier, .*but all_reduce"):
         echelon.simulate(differs_under_nccl, 2)
 
 

@@ -109,8 +109,8 @@ def _compare(one: _Side, other: _Side, group: Group, counted_from: str) -> None:
         left, right = _described(one, mine), _described(other, theirs)
         parted = _parted(one, other, number - 1)
         raise CollectiveMismatch(
-            f"call {number} {counted_from} in {name} is {left}, but {right}{parted}: every rank of a group must call the "
-            "same collectives in the same order, with tensors of equal size",
+            f"call {number} {counted_from} in {name} is {left}, but {right}{parted}: every rank of a group must call "
+            "the same collectives in the same order, with tensors of equal size",
             rank=other.rank,
             theirs=right,
         )
