@@ -89,6 +89,8 @@ class RecordedGroup(EchelonProcessGroup):
         recording = recording_here()
         self._number = 0 if recording is None else recording.log.new_group(group.ranks)
         self._kept: deque[RecordedWork] = deque(maxlen=_KEPT)
+        self.takes_gpu_only = ""
+        """Backend that takes no tensors of the host. Empty if it does, or if it is not known."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -111,6 +113,7 @@ class RecordedGroup(EchelonProcessGroup):
             values, opts = [*values, opts], None
         outputs = list(_tensors(values[:1]))
         inputs = outputs if form.is_in_place else list(_tensors(values[1:2]))
+        self._check_place(recording, (*inputs, *outputs))
         num_bytes = max(_num_bytes(outputs), _num_bytes(inputs))
         if form.kind in ("gather", "scatter"):
             # Only the root has the whole array.
@@ -172,6 +175,11 @@ class RecordedGroup(EchelonProcessGroup):
                 with real_tensors():
                     set_known_value(tensor, value * len(self.ranks))
 
+    def _check_place(self, recording: Recording, tensors: Sequence[Tensor]) -> None:
+        if self.takes_gpu_only and recording.placement is not None:
+            recording.placement.check_group(tensors, self.takes_gpu_only)
+            recording.placement.written(tensors)
+
     # Messages
 
     def _route(self, is_send: bool, peer: int, tag: int) -> Route:
@@ -223,6 +231,7 @@ class RecordedGroup(EchelonProcessGroup):
         """Records a send or a receive of a fake tensor and returns its Work."""
         log = recording.log
         recording.memory.number(tensor)
+        self._check_place(recording, (tensor,))
         if not is_send:
             recording.routing.drop([tensor])
         phase, place, module = log.where([tensor])

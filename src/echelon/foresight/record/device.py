@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, real_tensors
 from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.placement import FACTORIES, MOVES, is_gpu
 from echelon.foresight.trace import HostWait
 from echelon.wording import counted
 
@@ -70,8 +71,13 @@ class OnDevice(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": torch.device(_CUDA, kwargs["device"])}
         if (special := _SPECIAL.get(name)) is not None:
             return special(func, args, kwargs)
+        if name == "to" and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], torch.device(_CUDA, args[1]), *args[2:])
+        given = (args, kwargs)
         for each in args:
             if isinstance(each, str | torch.device):
                 args = tuple(mapped(each) for each in args)
@@ -85,7 +91,27 @@ class OnDevice(TorchFunctionMode):
         if name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args = tuple(_widened(each) for each in args)
             kwargs = {key: _widened(each) for key, each in kwargs.items()}
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if name in FACTORIES or name in MOVES or "device" in given[1]:
+            _place(name, *given, out)
+        return out
+
+
+def _place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Notes the device of a tensor that a function of torch has made or moved."""
+    recording = recording_here()
+    if recording is None or (placement := recording.placement) is None:
+        return
+    device = kwargs.get("device")
+    if name in MOVES:
+        goals = [each for each in (*args[1:], device) if isinstance(each, str | torch.device | Tensor)]
+        if goals or name == "cpu":  # not if the dtype alone changes
+            for each in (args[0], out):
+                placement.moved(each, to_gpu=any(map(is_gpu, goals)))
+    elif device is None:
+        placement.made(out, on_gpu=False, depth=3)
+    elif is_gpu(device):
+        placement.made(out, on_gpu=True)
 
 
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,6 +122,15 @@ def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _parsed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the device to which a module is moved as it is: its tensors are moved one by one then."""
+    if args and type(args[0]) is int:
+        args = (torch.device(_CUDA, args[0]), *args[1:])
+    for each in (*args, *kwargs.values()):
+        mapped(each)
+    return func(*args, **kwargs)
+
+
 def _first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
     """Returns the tensor itself, for a function that only moves it."""
     for each in (*args[1:], *kwargs.values()):
@@ -103,6 +138,8 @@ def _first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # 
             check_gpu(each)
         else:
             mapped(each)
+    if (recording := recording_here()) is not None and recording.placement is not None:
+        recording.placement.moved(args[0], to_gpu=True)
     return args[0]
 
 
@@ -292,6 +329,7 @@ _READS: dict[str, _Special] = {
 _SPECIAL: dict[str, _Special] = {
     **_READS,
     "device": _device,
+    "_parse_to": _parsed,
     "cuda": _first,
     "histc": _histogram,
     "pin_memory": _first,

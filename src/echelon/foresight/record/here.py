@@ -12,6 +12,7 @@ from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.routing import Routing
 
 if TYPE_CHECKING:
+    from echelon.foresight.record.placement import Placement
     from echelon.foresight.record.repeats import Repeats
 
 
@@ -22,6 +23,8 @@ class Recording(NamedTuple):
     log: Log
     memory: Memory
     routing: Routing
+    placement: Placement | None = None
+    """Known devices of the tensors. None: the host has no GPUs."""
     repeats: Repeats | None = None
     """Microbatches that may be repeated. None: all of them run."""
 

@@ -35,6 +35,10 @@ class Memory:
         """Bytes of all of them."""
         self.peak = 0
         """Most bytes so far, as `torch.cuda.max_memory_allocated`."""
+        self.on_gpu: set[int] = set()
+        """Storages that are known to be on the GPU, see `placement`."""
+        self.on_host: dict[int, int] = {}
+        """Storages that are known to be on the host, with the line that made them."""
         self._log = log
         # By address, with a reference that keeps the callback alive.
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -56,6 +60,18 @@ class Memory:
         """Returns the number of a tensor's storage. None if it does not count yet."""
         found = self._known.get(storage_address(tensor.untyped_storage()))
         return None if found is None else found[0]
+
+    # Storages of the host, see `placement`
+
+    def leave_gpu(self, number: int, place: int) -> None:
+        """Notes that a new storage, made by a line, is on the host: it takes no memory of the GPU."""
+        self.on_host[number] = place
+        self._free(number)
+
+    def enter_gpu(self, number: int, tensor: torch.Tensor) -> None:
+        """Notes that the storage of a tensor may be on the GPU from now on."""
+        del self.on_host[number]
+        self._allocate(number, tensor.untyped_storage().nbytes())
 
     # Storages of repeated calls, whose entries are copies
 
@@ -85,6 +101,8 @@ class Memory:
         if known is None:
             return
         number, num_bytes = known[0], storage.nbytes()
+        if number in self.on_host:
+            return
         before = self.live.get(number)
         if (0 if before is None else before.num_bytes) != _rounded(num_bytes):
             self._free(number)
@@ -116,6 +134,8 @@ class Memory:
         known = self._known.get(address)
         if known is not None and known[0] == number:
             del self._known[address]
+        self.on_gpu.discard(number)
+        self.on_host.pop(number, None)
         self._free(number)
 
     def _kind(self) -> MemoryKind:

@@ -24,6 +24,7 @@ from echelon.call_site import is_own
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.here import Recording
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
+from echelon.foresight.record.placement import GPU, Where
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.trace import UNKNOWN_STORAGE, HostWait, Kernel
 
@@ -68,6 +69,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
         self.log, self.memory, self.routing = recording.log, recording.memory, recording.routing
+        self._placement = recording.placement
         self._results = FakeResults()
         self._of_overflow: set[int] = set()
         """Storages that say whether values are infinite or not a number. They are assumed to be 0 or false."""
@@ -151,9 +153,15 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         # Before the operation, so that the memory of a new input counts before that of its outputs.
         with without_functions():
             before = [number(each) for each in inputs]
+            placement = self._placement if before else None
+            where = None if placement is None else placement.of_results(facts.name, inputs, before)
         out = self._results.run(func, args, kwargs)
         with without_functions():
-            self._enter(facts, inputs, before, args, kwargs, out)
+            self._enter(facts, inputs, before, args, kwargs, out, where)
+            if placement is not None:
+                placement.resulted(_tensors((out,)), before, where)
+                if where == GPU and facts.writes and not placement.takes_both(facts.name):
+                    placement.written(_written(facts, args, kwargs))
         if self.routing.concerns(func, inputs, bool(facts.writes)):
             self.routing.follow(func, inputs, _written(facts, args, kwargs), args, kwargs, out)
         return out
@@ -166,8 +174,12 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
+        where: Where = None,
     ) -> None:
-        """Writes a kernel into the log. `before` has the storages of its inputs."""
+        """Writes a kernel into the log, unless it is known to run on the host.
+
+        `before` has the storages of its inputs, and `where` the device of its results.
+        """
         log, number = self.log, self.memory.number
         outputs = [out] if isinstance(out, Tensor) else list(_tensors((out,)))
         if facts.into_a_part:
@@ -179,6 +191,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         for each in written:
             self.memory.resized(each.untyped_storage())
         if not inputs and not outputs:
+            return
+        if where is not None and where != GPU:
             return
         changed = [number(each) for each in written]
         made = [(key, each) for key, each in zip(after, outputs, strict=True) if key not in changed]

@@ -35,6 +35,7 @@ from echelon.foresight.record.loading import loading_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
+from echelon.foresight.record.placement import Placement
 from echelon.foresight.record.processes import Children, Recorded, can_fork, has_device_threads
 from echelon.foresight.record.recorder import Recorder
 from echelon.foresight.record.repeats import NotRepeated, Repeats, can_repeat, microbatches_repeated
@@ -240,7 +241,7 @@ class _Run:
         self._is_child = False
         self._facts: dict[tuple[Any, ...], str] = {}
         """Digests of the values that ranks in children have contributed to collectives."""
-        self.torch = TorchDistributed(world, _BACKEND, self._note_backend)
+        self.torch = TorchDistributed(world, _BACKEND, self._note_group)
         has_own_modules = isinstance(request.fn, ProgramWithStates)
         self.calls = ProcessCalls(world.scheduler.rank_here, len(request.hosts), has_own_modules)
         world.scheduler.on_stuck = lambda tasks: explain(world, tasks, "")
@@ -263,11 +264,13 @@ class _Run:
         scheduler = self._world.scheduler
         return self._steps.get(scheduler.current().rank) if scheduler.is_running_here() else None
 
-    def _note_backend(self, asked: str) -> None:
-        """Notes a backend whose own times are not modelled."""
+    def _note_group(self, group: Any, asked: str) -> None:
+        """Notes whether the times of a group's backend are modelled, and whether it takes tensors of the host."""
         names = dict(each.split(":", 1) for each in asked.split(",")) if ":" in asked else {"cuda": asked, "cpu": asked}
         modelled = ("cpu", "echelon") if self._request.gpu is None else ("cuda", "nccl")
         name = names.get(modelled[0], "")
+        if isinstance(group, RecordedGroup) and set(asked.split(",")) <= {"nccl", "cuda:nccl"}:
+            group.takes_gpu_only = "nccl"
         if name in _NOT_MODELLED and (recording := recording_here()) is not None:
             recording.log.assume(f"communication of backend {name!r} takes the time of {modelled[1]!r}")
 
@@ -369,10 +372,11 @@ class _Run:
             if can_repeat() and not self._request.full and not self._request.keeps_calls and timing is None:
                 repeats = Repeats(log, memory, self._request.steps)
             steps = self._steps[rank] = Steps(log, memory, self._request.steps, until is None, timing, repeats)
-            recording = Recording(rank, log, memory, routing, repeats)
+            placement = None if self._request.gpu is None or timing is not None else Placement(log, memory)
+            recording = Recording(rank, log, memory, routing, placement, repeats)
             with provide(group), self.torch.rank(group), recorded(recording), ExitStack() as stack:
                 if timing is None:
-                    Modules(log).watch()
+                    Modules(log, placement).watch()
                     stack.enter_context(taking_fake_tensors())
                     stack.enter_context(recorded_tensors())
                     stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())

@@ -63,18 +63,18 @@ class TorchDistributed:
     """torch.distributed of one simulation."""
 
     def __init__(
-        self, world: World, backend: str | None = None, note_backend: Callable[[str], None] = lambda _: None
+        self, world: World, backend: str | None = None, note_group: Callable[[Any, str], None] = lambda *_: None
     ) -> None:
         """Makes torch.distributed for a world.
 
         Args:
             world: the simulated world.
             backend: the backend where only some ranks run. None: all ranks run.
-            note_backend: called with the name of the backend that the program asks for, in lower case.
+            note_group: called with each new group of torch, and the backend that the program asks for, in lower case.
         """
         self._world = world
         self._backend = backend
-        self._note_backend = note_backend
+        self._note_group = note_group
         self._groups: dict[int, ProcessGroup] = {}
         self._contents: defaultdict[object, Contents] = defaultdict(dict)
         self._num_opened: defaultdict[object, int] = defaultdict(int)
@@ -168,7 +168,6 @@ class TorchDistributed:
                 _check_world(group, call["group_rank"], call["group_size"])
             if (device := call.get("device_id")) is not None and self._backend is None:
                 raise _needs_cuda(device)
-            self._note_backend(asked)
             call["backend"] = self._backend or interop.NAME
             call.update({name: None for name in ("backend_options", "pg_options", "device_id") if name in call})
             made, store = original(**call)
@@ -179,6 +178,7 @@ class TorchDistributed:
                 registry = group_registry()
                 registry.pg_map[made] = (name, store)
                 registry.pg_backend_config[made] = f"cpu:{name}"
+                self._note_group(made, asked)
             return made, store
 
         return new_group

@@ -1,0 +1,180 @@
+"""Devices of one rank's tensors, as far as the program makes them plain: the host, or its GPU.
+
+For torch all recorded tensors are on the CPU. A tensor counts as on the host if a line of the program itself makes it
+without a device, and so does a result of such tensors alone. A tensor counts as on the GPU if it is made there, or is a
+parameter that is moved there, and so does a result of such tensors. The device of all others is unknown, and fits both:
+libraries move tensors where nothing shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from echelon._torch_private.tensors import FakeTensor, local_part, without_functions
+from echelon.call_site import is_foreign, is_own
+from echelon.foresight.record.log import Log
+from echelon.foresight.record.memory import Memory
+
+FACTORIES = frozenset(
+    {
+        "arange",
+        "empty",
+        "eye",
+        "from_numpy",
+        "full",
+        "linspace",
+        "normal",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "tensor",
+        "zeros",
+    }
+)
+"""Functions of torch that make a tensor on the host unless they are given a device."""
+MOVES = frozenset({"as_tensor", "cpu", "to"})
+"""Functions that may move a tensor."""
+_TAKES_BOTH = frozenset({"copy_", "_to_copy", "lift_fresh", "set_", "_local_scalar_dense", "_foreach_copy_"})
+"""Operators that take tensors of several devices. Indexing does so, too."""
+GPU = -1
+"""Device of a result on the GPU."""
+Where: TypeAlias = int | None
+"""Device of a result: `GPU`, the line that made it on the host, or None if it is unknown."""
+_DISTRIBUTED = os.path.join(os.sep, "torch", "distributed", "")
+_BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
+"""Files of torch between an operation and its caller."""
+
+
+class Placement:
+    """Known devices of one rank's tensors."""
+
+    def __init__(self, log: Log, memory: Memory) -> None:
+        self._log = log
+        self._memory = memory
+
+    def made(self, tensor: object, on_gpu: bool, depth: int = 1) -> None:
+        """Notes a tensor that a function of torch has made, on the GPU or without a device.
+
+        `depth` is the number of frames between this call and the line that called the function.
+        """
+        if (number := self._number(tensor)) is None:
+            return
+        if on_gpu:
+            self._memory.on_gpu.add(number)
+        elif not is_foreign(sys._getframe(depth).f_code.co_filename):
+            self._memory.leave_gpu(number, self._log.place())
+
+    def moved(self, tensor: object, to_gpu: bool) -> None:
+        """Notes a tensor that is moved. It shares its memory with the result, so the device of both is unknown."""
+        if not isinstance(tensor, Tensor):
+            return
+        local = local_part(tensor)
+        if (number := self._number(local)) is None:
+            return
+        if number in self._memory.on_host:
+            with without_functions():
+                self._memory.enter_gpu(number, local)
+        if not to_gpu:
+            self._memory.on_gpu.discard(number)
+        elif isinstance(tensor, nn.Parameter):
+            self._memory.on_gpu.add(number)
+
+    def forget(self, tensors: Iterable[object]) -> None:
+        """Notes tensors that a library may have moved to the GPU."""
+        for tensor in tensors:
+            self.moved(tensor, to_gpu=True)
+
+    def of_results(self, name: str, inputs: Sequence[Tensor], before: Sequence[int]) -> Where:
+        """Returns the device of an operator's results.
+
+        Args:
+            name: name of the operator.
+            inputs: its tensors.
+            before: their storages.
+
+        Raises:
+            RuntimeError: it takes tensors of the host and of the GPU.
+        """
+        on_gpu, on_host = self._memory.on_gpu, self._memory.on_host
+        is_on_gpu = not on_gpu.isdisjoint(before)
+        if not on_host or on_host.keys().isdisjoint(before) or _of_distributed():
+            return GPU if is_on_gpu else None
+        hosts = [number for number, each in zip(before, inputs, strict=False) if number in on_host and each.dim()]
+        if not is_on_gpu:
+            is_on_host = len(hosts) == sum(each.dim() > 0 for each in inputs)
+            return on_host[next(each for each in (*hosts, *before) if each in on_host)] if is_on_host else None
+        if hosts and not self.takes_both(name):
+            raise RuntimeError(
+                f"{name} takes a tensor of the CPU, made at {self._line(hosts[0])}, and one of the GPU: move the first "
+                "one by .to(device)"
+            )
+        return GPU
+
+    def resulted(self, outputs: Iterable[Tensor], before: Sequence[int], where: Where) -> None:
+        """Notes the device of an operator's results, without the inputs that it has changed."""
+        if where is None:
+            return
+        for each in outputs:
+            number = self._memory.known(each)
+            if number is None or number in before:
+                continue
+            if where == GPU:
+                self._memory.on_gpu.add(number)
+            else:
+                self._memory.leave_gpu(number, where)
+
+    @staticmethod
+    def takes_both(name: str) -> bool:
+        """Whether an operator takes tensors of the host beside tensors of the GPU."""
+        return name in _TAKES_BOTH or "index" in name
+
+    def written(self, tensors: Iterable[Tensor]) -> None:
+        """Notes tensors of the GPU that communication or an operator has written."""
+        on_host = self._memory.on_host
+        found = (self._memory.known(each) for each in tensors)
+        self._memory.on_gpu.update(each for each in found if each is not None and each not in on_host)
+
+    def check_group(self, tensors: Iterable[Tensor], backend: str) -> None:
+        """Raises RuntimeError if a backend that takes tensors of GPUs alone is given one of the host."""
+        for each in tensors:
+            if (number := self._memory.known(each)) is not None and number in self._memory.on_host:
+                raise RuntimeError(
+                    f"{backend} takes no tensor of the CPU, as the one made at {self._line(number)}: move it by "
+                    ".to(device)"
+                )
+
+    def _line(self, number: int) -> str:
+        """Returns the line that made a storage on the host."""
+        return list(self._log.places)[self._memory.on_host[number]]
+
+    def _number(self, tensor: object) -> int | None:
+        """Returns the number of a storage. None for other objects than fake tensors."""
+        if not isinstance(tensor, FakeTensor):
+            return None
+        with without_functions():
+            return self._memory.known(tensor)
+
+
+def is_gpu(value: Any) -> bool:
+    """Whether an argument names a GPU."""
+    if isinstance(value, str):
+        return value == "cuda" or value.startswith("cuda:")
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _of_distributed() -> bool:
+    """Whether torch's own code for parallelism calls an operator. It moves tensors to the device of its mesh."""
+    frame = sys._getframe(3)
+    while frame.f_back is not None and (
+        is_own(frame.f_code.co_filename) or frame.f_code.co_filename.endswith(_BETWEEN)
+    ):
+        frame = frame.f_back
+    return _DISTRIBUTED in frame.f_code.co_filename

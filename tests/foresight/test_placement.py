@@ -1,0 +1,139 @@
+"""Tensors that a program leaves on the CPU are found, and take neither time nor memory of the GPU."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import foresee
+from tests.foresight import programs
+
+WIDTH, BATCH = 64, 8
+HERE = r"test_placement\.py:\d+"
+
+
+class Net(nn.Module):
+    """Has a parameter and a buffer that the program itself makes on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + self.shift
+
+
+def replicated(device, net):
+    return DistributedDataParallel(net.to(device), device_ids=[device.index])
+
+
+def moved(device, net):
+    return net.to(device)
+
+
+def numbered(device, net):
+    index = device.index
+    assert torch.ones(2, device=index).to(index).to(device=index).cuda(index).shape == (2,)
+    return DistributedDataParallel(net.to(index).to(device=index), device_ids=[index])
+
+
+def sharded(_, net):
+    fully_shard(net, mesh=init_device_mesh("cuda", (dist.get_world_size(),)))
+    return net  # FSDP2 moves its parameters, buffers and inputs
+
+
+def train(wrap, move_inputs, move_targets, after=None):
+    device = programs.begin()
+    model = wrap(device, Net())
+    optimizer = torch.optim.SGD(model.parameters())
+    data = TensorDataset(torch.randn(4 * BATCH, WIDTH), torch.randint(0, WIDTH, (4 * BATCH,)))
+    for x, y in DataLoader(data, BATCH):
+        x = x.to(device) if move_inputs else x
+        y = y.cuda(non_blocking=True) if move_targets else y
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        if after is not None:
+            after(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adds_on_the_host(loss):
+    dist.all_reduce(torch.zeros(2))
+
+
+def sends_from_the_host(loss):
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(2), 1)
+
+
+def counts_on_the_host(loss):
+    ones = torch.ones(3, dtype=torch.float64)
+    (ones.to(torch.float32) + ones.to(dtype=torch.float32)).to(loss.device)
+    (ones.to("cuda", torch.float32) + loss).to("cpu", torch.float64).numpy()
+    total = torch.zeros(3)
+    total += torch.ones(3) * loss.item()
+    total[0] = loss
+    (torch.stack([total, torch.rand(3)]).sum(0) + loss.detach().cpu()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "move_inputs"),
+    [(replicated, False), (replicated, True), (moved, True), (numbered, True), (sharded, False), (sharded, True)],
+)
+def test_programs_that_move_their_tensors_run(wrap, move_inputs):
+    assert foresee(train, 2, (wrap, move_inputs, True, counts_on_the_host)).step_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("wrap", "move_inputs", "move_targets", "name"),
+    [
+        (replicated, True, False, "nll_loss_forward"),
+        (sharded, True, False, "nll_loss_forward"),
+        (moved, False, True, "addmm"),
+    ],
+)
+def test_a_tensor_that_is_not_moved_is_found(wrap, move_inputs, move_targets, name):
+    text = rf"{name} takes a tensor of the CPU, made at .*{HERE}, and one of the GPU: move the first one by .to"
+    with pytest.raises(RuntimeError, match=text):
+        foresee(train, 2, (wrap, move_inputs, move_targets, None))
+
+
+def widens_on_the_host(loss):
+    (torch.ones(3, dtype=torch.float64).to(torch.float32) * loss).sum()
+
+
+def test_a_tensor_of_another_dtype_stays_on_the_host():
+    with pytest.raises(RuntimeError, match=rf"mul takes a tensor of the CPU, made at .*{HERE}"):
+        foresee(train, 2, (moved, True, True, widens_on_the_host))
+
+
+@pytest.mark.parametrize("after", [adds_on_the_host, sends_from_the_host])
+def test_nccl_takes_no_tensor_of_the_cpu(after):
+    with pytest.raises(RuntimeError, match=rf"nccl takes no tensor of the CPU, as the one made at .*{HERE}"):
+        foresee(train, 2, (replicated, True, True, after))
+
+
+def keeps(on_gpu):
+    programs.begin()
+    layer = nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.SGD(layer.parameters())
+    data = torch.zeros(1 << 28)
+    if on_gpu:
+        data = data.cuda()
+    for _ in range(2):
+        (data.view(-1, 8)[:4] + 1).cuda()
+        layer(torch.ones(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+
+
+def test_a_tensor_on_the_host_takes_no_memory_of_the_gpu():
+    on_host, on_gpu = (foresee(keeps, 1, (each,)).live_memory[0] for each in (False, True))
+    assert 1 << 30 <= on_gpu - on_host < (1 << 30) + 4096
