@@ -49,7 +49,7 @@ ACTIVATIONS = SAMPLES // MICROBATCHES * CONTEXT * WIDTH * 4
 def computing(group: ProcessGroup) -> Callable[[], None]:
     """Returns the computation of a rank in a step of data parallelism, without its communication."""
     torch.set_num_threads(1)
-    inputs, target = _batch(group)
+    inputs, target = _batch(group.rank)
     alone = _model()
     return lambda: loss_of(alone(inputs), target).backward()
 
@@ -71,14 +71,14 @@ def training_steps(group: ProcessGroup, parameters: Iterable[torch.Tensor], forw
 
 def ddp_steps(group: ProcessGroup) -> list[float]:
     torch.set_num_threads(1)
-    inputs, target = _batch(group)
+    inputs, target = _batch(group.rank)
     ddp = echelon.DDP(_model(), group, bucket_mb=BUCKET / 2**20)
     return training_steps(group, ddp.parameters(), lambda: loss_of(ddp(inputs), target).backward())
 
 
 def pipeline_steps(group: ProcessGroup) -> list[float]:
     torch.set_num_threads(1)
-    inputs, target = _batch(group)
+    inputs, target = _batch(0)  # the same on all stages
     pipe = Pipeline(_model(), group, "1f1b", MICROBATCHES, loss_of)
     return training_steps(group, pipe.parameters(), lambda: pipe.step(inputs, target=target))
 
@@ -87,8 +87,8 @@ def _model() -> torch.nn.Sequential:
     return make_gpt(num_layers=4, width=WIDTH, num_heads=4, context=CONTEXT)
 
 
-def _batch(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(group.rank)
+def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     text = torch.randint(256, (SAMPLES, CONTEXT + 1), generator=generator)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 

@@ -410,6 +410,7 @@ def train_and_evaluate(group, evaluation, wraps_inside):
         pipe = Pipeline(stages, group, "1f1b", RANKS, nn.functional.mse_loss)
     learnt = torch.optim.SGD(pipe.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(group.rank)
+    of_all = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))  # for all stages
     for _ in range(3):
         x = torch.randn(6, 4, generator=generator)
         with evaluation():
@@ -418,7 +419,7 @@ def train_and_evaluate(group, evaluation, wraps_inside):
             ddp.train()(held)
             ddp.broadcast_parameters()
             pipe.eval()
-            pipe.forward(held)
+            pipe.forward(of_all)
             pipe.train()
             functional.all_gather(functional.all_reduce(held, group), group)
             metrics = group.all_reduce(held.sum())
@@ -426,7 +427,7 @@ def train_and_evaluate(group, evaluation, wraps_inside):
         ddp(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        pipe.step(x, target=x)
+        pipe.step(of_all, target=of_all)
         learnt.step()
         learnt.zero_grad()
     tensors = [*model.parameters(), *model.buffers(), *pipe.parameters()]

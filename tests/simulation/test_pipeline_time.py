@@ -19,7 +19,7 @@ def step(group, name, num_microbatches, num_chunks):
     pipe = Pipeline(
         nn.Sequential(*layers), group, name, num_microbatches, nn.functional.mse_loss, num_chunks=num_chunks
     )
-    batch = torch.randn(2 * num_microbatches, 4)
+    batch = torch.linspace(-1, 1, 8 * num_microbatches).view(-1, 4)
     pipe.step(batch, target=batch)
     return pipe.timeline
 

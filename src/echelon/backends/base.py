@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -58,6 +59,8 @@ class Backend(ABC):
         """Records the last operations of this rank."""
         self.device = torch.device("cpu")
         """Device of this rank's tensors."""
+        self.dealt: Counter[tuple[int, ...]] = Counter()
+        """Number of times that this rank's samplers delivered, by the ranks to which they deal out their samples."""
 
     @property
     @abstractmethod

@@ -38,6 +38,7 @@ from echelon.pipeline.run.loss import (
 )
 from echelon.pipeline.run.manual_step import ManualStep
 from echelon.pipeline.run.runtime import Runtime
+from echelon.pipeline.run.samples import UNKNOWN, Deals, check_same_inputs
 from echelon.pipeline.run.step import Batch, Span, StepOutput, tell, tell_metrics
 from echelon.pipeline.run.weights import IdleOptimizer, Replicas, Weights
 from echelon.pipeline.schedules.forward_only import forward_only
@@ -131,6 +132,7 @@ class Pipeline:
         self.num_steps = 0
         """Number of training steps so far; random numbers depend on it. Set it to resume another run."""
         self._num_inferences = 0
+        self._deals = Deals(self._group)
         self._times: list[list[Span]] | None = None
         self._activations: list[Activations] = []
         self._hold(agreed_parts(model, self.schedule, self._group, self._data_parallel, at, example, example_kwargs))
@@ -207,15 +209,16 @@ class Pipeline:
         """Runs forward and backward of one batch, and adds the gradients into .grad. Waits for all ranks.
 
         Args:
-            inputs: positional arguments of the first stage; used on its rank only. Tensors are cut along dim 0, other
-                values go to every microbatch whole.
-            target: target argument of loss_fn, cut likewise; used on the rank of the last stage only.
+            inputs: positional arguments of the first stage; used on its rank only. Other ranks pass the same or
+                nothing. Tensors are cut along dim 0, other values go to every microbatch whole.
+            target: target argument of loss_fn, cut likewise; used on the rank of the last stage only, as the inputs.
             return_outputs: keep the last stage's outputs.
             kwargs: keyword arguments of this rank's stages, cut likewise.
 
         Raises:
             SizeMismatch: there are fewer samples than microbatches, or inputs, target and keyword arguments differ in
                 their number.
+            CollectiveMismatch: the ranks got different samples.
             UnsupportedOp: there is no loss_fn, or gradients are switched off, or a tensor has no memory of its own.
             NotFinite: the loss of a microbatch is NaN or infinite.
             PeerFailed: another rank failed; the message has its error.
@@ -246,6 +249,7 @@ class Pipeline:
 
         Raises:
             SizeMismatch: there are no samples, or with `train` fewer than microbatches.
+            CollectiveMismatch: this rank and that of the first stage got different samples.
             UnsupportedOp: a tensor has no memory of its own.
             PeerFailed, Timeout: as for `step`.
         """
@@ -259,10 +263,18 @@ class Pipeline:
                 raise SizeMismatch(
                     f"at least {least} samples", f"{samples or 0}", "inputs of forward()", "pass a larger batch"
                 )
+            evidence, first = self._deals.evidence(inputs), self.schedule.placement[0]
+            # Reading values of a device waits for it: only the first forward does.
+            mine = evidence.inputs() if evidence.is_on_host or not self._num_inferences else UNKNOWN
         # Only the first stage sees the inputs, and all ranks must run the same number of microbatches.
-        told = self._group.broadcast_object(samples, src=self.schedule.placement[0])
-        assert isinstance(told, int)
-        count = min(self.num_microbatches, told)
+        told = self._group.broadcast_object([samples, mine], src=first)
+        assert isinstance(told, list)
+        of_all, of_first = told
+        assert isinstance(of_all, int)
+        assert isinstance(of_first, int)
+        with self._runtime.failures.told():
+            check_same_inputs(evidence, mine, of_first, first, self._group)
+        count = min(self.num_microbatches, of_all)
         if train:
             _require_gradients("forward(train=True)")
             batch = self._batch(inputs, kwargs, count, self.num_steps)
@@ -415,6 +427,7 @@ class Pipeline:
             count = self.num_microbatches
             batch = self._batch(inputs, kwargs, count, self.num_steps)
             batch.keeps_outputs = keeps_outputs
+            batch.evidence = self._deals.evidence(inputs, target)
             batch.num_kwargs = batch_size(kwargs, "keyword arguments of step()") or 0
             if self.is_first:
                 batch.num_inputs = num_samples(inputs, count, "inputs")

@@ -15,6 +15,7 @@ from echelon.errors import SizeMismatch
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.run.loss import Activations, LossScale, Metrics, Number
+from echelon.pipeline.run.samples import Evidence, check_same_batch
 from echelon.pipeline.stage.nested import Value
 from echelon.pipeline.stage.replay import Key
 
@@ -38,6 +39,8 @@ class Batch:
     """Samples in `targets`."""
     num_kwargs: int = 0
     """Samples in `kwargs`."""
+    evidence: Evidence | None = None
+    """Excerpt of the batch in training, which shows whether all ranks got the same."""
     key: Key = field(default_factory=Key)
     """Key of the random numbers."""
     metrics: Metrics | None = None
@@ -87,7 +90,7 @@ class Told(NamedTuple):
     """Activations of each stage."""
 
 
-_HEAD = 5
+_HEAD = 8
 """Number of values that each rank sends first."""
 _OF_STAGE = 3
 """Number of values that it then sends for each of its stages, before its times."""
@@ -113,11 +116,13 @@ def tell(
 
     Raises:
         SizeMismatch: on every rank: the target or the keyword arguments have another number of samples than the inputs.
+        CollectiveMismatch: on every rank: the ranks got different samples.
     """
     # One all_gather for all of it. float64 holds every loss, and the counts up to 2^53, exactly. The number
     # of each rank's times is in the schedule.
     code, value = (0, 0.0) if loss is None else (dtype_code(loss.dtype), loss.item())
-    head = [batch.num_inputs, batch.num_targets, batch.num_kwargs, code, value]
+    assert batch.evidence is not None
+    head = [batch.num_inputs, batch.num_targets, batch.num_kwargs, code, value, *batch.evidence.numbers()]
     sizes = chain.from_iterable(
         (each.activation, each.weight_activation, each.recomputed_activation) for each in activations
     )
@@ -140,6 +145,7 @@ def tell(
     for row in rows:
         if row[2]:  # 0: no keyword arguments on this rank
             _compare("keyword arguments of step()", int(first[0]), int(row[2]))
+    check_same_batch([row[5:] for row in rows], schedule.placement[0], schedule.placement[-1], group)
     return Told(torch.tensor(last[4], dtype=dtype_of(int(last[3])), device="cpu"), all_times, held)
 
 
