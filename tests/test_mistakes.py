@@ -23,11 +23,20 @@ BLOCKS = (Path(__file__).parent / "mistakes.txt").read_text().strip().split("\n\
 MISTAKES = [re.fullmatch(r"(.+)\n([-!]>) (.+)", block, re.DOTALL).groups() for block in BLOCKS]
 
 
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
 def names():
     return {
         **{"torch": torch, "nn": nn, "echelon": echelon, "copy": copy, "Pipeline": Pipeline, "Schedule": Schedule},
         **{"Costs": Costs, "schedules": schedules, "split": split, "main": lambda: 0},
-        **{"ones": torch.ones(2), "batch": torch.ones(8, 2), "loss_fn": nn.functional.mse_loss},
+        **{"ones": torch.ones(2), "batch": torch.ones(8, 2), "Net": Net, "loss_fn": nn.functional.mse_loss},
         **{"model": nn.Linear(2, 2), "layers": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))},
     }
 

@@ -202,7 +202,7 @@ def test_inputs_may_be_nested_and_given_by_keyword():
         run_parts(parts, pair, options=options, factor=4)
     with pytest.raises(echelon.SizeMismatch, match="stage 0: expected the keyword argument options, got none"):
         run_parts(parts, pair)
-    with pytest.raises(echelon.SizeMismatch, match="other as well"):
+    with pytest.raises(echelon.SizeMismatch, match="got other, too: give the Pipeline example_kwargs= with other"):
         run_parts(parts, pair, options=options, other=1)
 
 

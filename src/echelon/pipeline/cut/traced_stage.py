@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from echelon._torch_private.tensors import tree_flatten, tree_leaves, tree_unflatten
+from echelon._torch_private.tensors import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from echelon.backends.modes import normal_mode
 from echelon.errors import ScheduleError, SizeMismatch
 from echelon.pipeline.cut.graph_cut import GraphCut
@@ -149,10 +149,10 @@ def _keyword_leaves(one: StageGraph, kwargs: Mapping[str, object], stage: int) -
     known = one.trace.keywords
     if unknown := sorted(set(kwargs) - set(known)):
         raise SizeMismatch(
-            f"the keyword arguments of example_kwargs, {sorted(known)}",
-            f"{', '.join(unknown)} as well",
+            f"the keyword arguments of example_kwargs= ({', '.join(sorted(known)) or 'none'})",
+            f"{', '.join(unknown)}, too",
             f"stage {stage}",
-            "trace the model with all of its arguments",
+            f"give the Pipeline example_kwargs= with {', '.join(unknown)}; the target of loss_fn is target=",
         )
     leaves = []
     for keyword in one.keywords:
@@ -174,7 +174,10 @@ def _keyword_leaves(one: StageGraph, kwargs: Mapping[str, object], stage: int) -
 def _tensors_of_inputs(trace: Trace, values: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
     leaves, spec = tree_flatten(tuple(values))
     if spec != trace.inputs_spec:
-        raise SizeMismatch(trace.inputs_spec, spec, "inputs", "pass inputs nested like example=")
+        expected, got = (_outline(one) for one in (trace.inputs_spec, spec))
+        more = len(values) > len(expected)
+        advice = "the target is passed as target=" if more else "pass inputs nested like example="
+        raise SizeMismatch(f"{_text(expected)}, as example=", _text(got), "inputs", advice)
     _compare_leaves([trace.plain_inputs.get(index, TENSOR) for index in range(len(leaves))], leaves, "inputs")
     # Guards take all inputs of the trace, so they can be checked only on a rank that has all keyword arguments.
     if trace.guards is not None and all(name in kwargs for name in trace.keywords):
@@ -191,6 +194,19 @@ def _tensors_of_inputs(trace: Trace, values: Sequence[object], kwargs: Mapping[s
                 "with these the model takes another path; use such inputs as example=, or cut it by hand, as a list",
             ) from error
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+_LEAF = "value"
+
+
+def _outline(spec: TreeSpec) -> tuple[object, ...]:
+    outline = tree_unflatten([_LEAF] * spec.num_leaves, spec)
+    assert isinstance(outline, tuple)
+    return outline
+
+
+def _text(outline: tuple[object, ...]) -> str:
+    return str(outline).replace(repr(_LEAF), _LEAF)
 
 
 def _compare_leaves(expected: Sequence[object], got: Sequence[object], what: str) -> None:

@@ -90,7 +90,21 @@ class Schedule:
     def problems(self) -> tuple[Mistake, ...]:
         """Mistakes in the orders. Empty for a valid schedule."""
         # Cached: `simulate` and `check` are called many times on one schedule, and a schedule never changes.
-        return find_problems(self)
+        try:
+            return find_problems(self)
+        except TypeError:  # looked for only then: a schedule may have a million actions
+            self._check_arguments()
+            raise
+
+    def _check_arguments(self) -> None:
+        """Raises ScheduleError for an action whose arguments are of other types, as in another order."""
+        for rank, order in enumerate(self.orders):
+            for action in (action for step in order for action in actions_of(step)):
+                if tuple(map(type, action)) != (int, str, int):
+                    raise ScheduleError(
+                        f"Action({', '.join(map(repr, action))}) on rank {rank}: the order is Action(stage, kind, "
+                        "microbatch), such as Action(0, 'F', 0)"
+                    )
 
     def check(self, memory_limit: Amount | None = None, costs: Costs | None = None) -> None:
         """Checks the schedule and raises one error that lists every mistake.

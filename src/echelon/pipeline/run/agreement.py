@@ -18,7 +18,9 @@ from echelon.group.group import JsonLike, ProcessGroup, check_group
 from echelon.pipeline import schedules
 from echelon.pipeline.cut.cut import Parts, StageMaker, divide, example_of, split, trace_of
 from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.schedules.registry import fixed_chunks
 from echelon.pipeline.stage.stage import Stage
+from echelon.wording import counted
 
 _FSDP = "torch.distributed.fsdp"
 
@@ -102,7 +104,7 @@ def choose_schedule(
     """Returns the given schedule, or builds the one of this name, and checks it.
 
     Raises:
-        PartitionError: `at` is no list.
+        PartitionError: `at` is no list, or makes another number of stages than the schedule has.
         ScheduleError: the schedule has problems, or is for other numbers of ranks or microbatches.
         UnsupportedOp: the schedule has no backward.
     """
@@ -127,13 +129,31 @@ def choose_schedule(
     else:
         parts = len(model) if isinstance(model, Parts | list | tuple) else 0
         if num_chunks is None and (parts or at is not None):
-            # A list and `at` fix the number of stages, so they fix the chunks per rank. Else the default counts.
-            num_chunks = max(1, (parts if at is None else len(at) + 1) // num_ranks)
+            num_chunks = _chunks_of(schedule, num_ranks, parts, at)
         found = schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
     found.check()
     if found.forward_only:
         raise UnsupportedOp(f"{found.name} has no backward: pass a training schedule, and call forward() for inference")
     return found
+
+
+def _chunks_of(name: str, num_ranks: int, num_parts: int, at: Sequence[str] | None) -> int:
+    """Returns the chunks per rank: a list and `at` fix the number of stages.
+
+    Raises:
+        PartitionError: the schedule has another number.
+    """
+    num_stages, fixed = num_parts if at is None else len(at) + 1, fixed_chunks(name)
+    if fixed is not None and num_stages != (needed := fixed * num_ranks):
+        where = "the list" if at is None else "at="
+        mend = f"give {needed} entries" if at is None else f"name {counted(needed - 1, 'layer')} in at="
+        if fixed == 1 and num_stages % num_ranks == 0:
+            mend += ", or take interleaved-1f1b"
+        raise PartitionError(
+            f"{where} makes {counted(num_stages, 'stage')}, but {name} on {counted(num_ranks, 'rank')} has {needed}, "
+            f"{fixed} per rank: {mend if needed > 1 or at is None else 'leave at= out'}"
+        )
+    return max(1, num_stages // num_ranks)
 
 
 def stages_to_recompute(recompute: object, num_stages: int) -> list[int]:

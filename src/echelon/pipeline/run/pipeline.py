@@ -430,6 +430,9 @@ class Pipeline:
             batch.evidence = self._deals.evidence(inputs, target)
             batch.num_kwargs = batch_size(kwargs, "keyword arguments of step()") or 0
             if self.is_first:
+                if type(self.stages[0].module).forward is nn.Sequential.forward and len(inputs) > 1:
+                    advice = "the target is passed as target="
+                    raise SizeMismatch("1, as an nn.Sequential takes", len(inputs), "inputs of step()", advice)
                 batch.num_inputs = num_samples(inputs, count, "inputs")
             if self.is_last:
                 if self._objective.loss_fn is None:

@@ -58,6 +58,12 @@ def names() -> tuple[str, ...]:
     return tuple(_SCHEDULES)
 
 
+def fixed_chunks(name: str) -> int | None:
+    """Returns the stages per rank of a schedule that has one number of them. None for others, and for unknown names."""
+    known = _SCHEDULES.get(name)
+    return known.num_chunks if isinstance(known, _Fixed) else None
+
+
 def build(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, group_size: int | None = None
 ) -> Schedule:
