@@ -415,7 +415,10 @@ def test_an_output_that_is_left_out_is_told_once(caplog):
     """Each rank traces the model several times, and told it each time."""
     echelon.simulate(makes_pipeline, 4)
     told = [record.getMessage() for record in caplog.records if record.name == "echelon"]
-    assert told == ["the outputs of the model hold a Cache, which a pipeline leaves out (None)"]
+    assert told == [
+        "the outputs of the model hold a Cache, which a pipeline leaves out (None): give a model of transformers "
+        "use_cache=False in its config"
+    ]
 
 
 def chooses_badly(group):

@@ -220,7 +220,10 @@ def agreed_parts(
     parts = _cut(model, schedule, group, data_parallel, is_first, at, example, example_kwargs)
     if is_first and parts.left_out:
         types = " and ".join(f"a {name}" for name in parts.left_out)
-        logger.warning("the outputs of the model hold %s, which a pipeline leaves out (None)", types)
+        # The caches of transformers, such as DynamicCache.
+        is_cache = any(name.endswith("Cache") for name in parts.left_out)
+        advice = ": give a model of transformers use_cache=False in its config" if is_cache else ""
+        logger.warning("the outputs of the model hold %s, which a pipeline leaves out (None)%s", types, advice)
     return parts
 
 
