@@ -151,6 +151,11 @@ PIPELINES = [figures(2.0, 0.4, bubble=0.125), figures(1.0, 0.3)]
         ("--batch", ""),
         ("--num-microbatches 8 --batches 4", ""),
         ("--data batch 8", ""),
+        ("--micro-batch-size 4", "--micro-batch-size {2,1}"),
+        ("--per_device_train_batch_size=8", "--per_device_train_batch_size={4,2,1}"),
+        ("--bs 2", "--bs {1}"),
+        ("--mbs=4 --gbs 64", "--mbs={2,1}"),
+        ("--bsz-file 8", ""),
     ],
 )
 def test_smaller_batches_are_those_of_the_argument(arguments, text):

@@ -252,9 +252,8 @@ def run(*words, capsys):
 def test_command(script, capfd):
     status, shown = run("--gpu", "a100", "--json", "--html", "report.html", "train.py", capsys=capfd)
     assert status == 0, shown.err
-    lines = shown.out.splitlines()
-    assert {"[0] exit 0", "[1] exit 1"} <= set(lines)
-    found = json.loads(lines[-1])
+    assert {"[0] exit 0", "[1] exit 1"} <= set(shown.err.splitlines())
+    found = json.loads(shown.out)
     assert found["step_seconds"] > 0
     assert found["skipped"] == ["torch.save at train.py:19"]
     assert not (script.parent / "model.pt").exists()
@@ -274,6 +273,9 @@ def test_command_says_that_a_script_does_not_fit(script, capfd):
     status, shown = run("train.py", "large", "--batch", "8", capsys=capfd)
     assert status == 1
     assert "DOES NOT FIT" in shown.out
+    assert {"[0] exit 0", "[1] exit 1"} <= set(shown.out.splitlines())
+    note = "lines after a rank, such as [0], are the script's own: their times and values are of fake tensors"
+    assert f"echelon: {note}\n" in shown.err
     assert 'foresee smaller batches by --sweep "--batch {4,2,1}"' in shown.err
 
 

@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
 from echelon.cli.options import Chrome, Json, Png, check_suffixes, value
-from echelon.cli.output import AboveProgress, working, write_files
+from echelon.cli.output import AboveProgress, Counted, working, write_files
 from echelon.cli.run import console, no_ranks
 from echelon.errors import FileError, InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
@@ -139,9 +139,12 @@ def foresee(options: ForeseeOptions) -> int:
     from echelon.foresight.script import foresee_script
 
     program = Program(options.program, tuple(options.args or ()), is_module=options.module)
+    # Standard output is JSON alone with --json.
+    printed = Counted(shown.stderr if options.json else shown.stdout)
+    of_script = _above_progress(replace(shown, stdout=cast("BinaryIO", printed)))
     try:
         with working(f"foreseeing {options.num_ranks} ranks"):
-            outcome = foresee_script(program, options.num_ranks, _above_progress(shown), **options.arguments())
+            outcome = foresee_script(program, options.num_ranks, of_script, **options.arguments())
     except KeyboardInterrupt:
         shown.say("ended by SIGINT")
         return 130
@@ -150,6 +153,8 @@ def foresee(options: ForeseeOptions) -> int:
         return outcome.failure.status
     seen = outcome.foreseen
     assert seen is not None
+    if printed.num_bytes:
+        shown.say("lines after a rank, such as [0], are the script's own: their times and values are of fake tensors")
     written = write_files(
         (options.html, lambda path: seen.to_html(path, options.tokens, options.program)),
         (options.png, seen.timeline.draw),

@@ -66,6 +66,26 @@ def working(what: str, console: Console | None = None) -> Iterator[None]:
         yield
 
 
+class Counted(io.BufferedIOBase):
+    """Stream that counts its bytes."""
+
+    def __init__(self, target: BinaryIO) -> None:
+        self._target = target
+        self.num_bytes = 0
+
+    def write(self, data: Any, /) -> int:
+        """Writes the data."""
+        self.num_bytes += len(data)
+        return self._target.write(data)
+
+    def flush(self) -> None:
+        """Writes buffered data."""
+        self._target.flush()
+
+    def fileno(self) -> int:
+        return self._target.fileno()
+
+
 class AboveProgress(io.BufferedIOBase):
     """Stream of whole lines that are written while `working` shows its line: they appear above it."""
 

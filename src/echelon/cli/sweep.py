@@ -151,6 +151,10 @@ def as_json(entries: Sequence[Entry]) -> str:
     return to_json(groups)
 
 
+_BATCH_SIZES = ("bs", "mbs", "gbs", "bsz")
+"""Short names that scripts give to the size of a batch, of a microbatch, or of the batch of all ranks."""
+
+
 def smaller_batches(arguments: Sequence[str]) -> str:
     """Returns a sweep with smaller batches, as "--batch {4,2,1}". Empty if no argument of the script is a batch size.
 
@@ -160,7 +164,8 @@ def smaller_batches(arguments: Sequence[str]) -> str:
     for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
         name, equals, value = word.partition("=")
         # A number of batches is no size: fewer microbatches are larger ones.
-        if not name.startswith("--") or "batch" not in name or "batches" in name:
+        is_size = "batch" in name and "batches" not in name
+        if not (name.startswith("--") and (is_size or name.lstrip("-") in _BATCH_SIZES)):
             continue
         value = value if equals else following
         if value.isdecimal() and (sizes := [int(value) >> each for each in (1, 2, 3) if int(value) >> each]):
