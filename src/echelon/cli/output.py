@@ -82,7 +82,7 @@ class Counted(io.BufferedIOBase):
         """Writes buffered data."""
         self._target.flush()
 
-    def fileno(self) -> int:
+    def fileno(self) -> int:  # noqa: D102
         return self._target.fileno()
 
 
