@@ -200,8 +200,8 @@ class Weights:
             for name, tensor in (*stage.module.named_parameters(), *stage.module.named_buffers()):
                 if tensor.is_meta:
                     raise UnsupportedOp(
-                        f"{stage.prefix}{name} is on the meta device, without values: call load_state_dict() first; a "
-                        "buffer that is not saved has to be set by hand"
+                        f"{stage.prefix}{name} is on the meta device, without values: call load_state_dict() first; "
+                        "for a buffer that is not saved, make its module outside of the meta device"
                     )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
