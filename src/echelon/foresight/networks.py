@@ -34,10 +34,8 @@ def cluster_of(
     Raises:
         LaunchError: the network is unknown, or the hosts do not have `world_size` ranks.
     """
-    if isinstance(network, str) and network in device.networks:
-        chosen = Network(*device.networks[network])
-    else:
-        chosen = Network.named(network) if isinstance(network, str) else network
+    measured = {name: Network(*figures) for name, figures in device.networks.items()}
+    chosen = Network.named(network, measured) if isinstance(network, str) else network
     if not isinstance(chosen, Network):
         raise LaunchError(f"network={network!r}: give a Network or the name of one")
     if hosts is None and chosen.hosts is not None:

@@ -197,15 +197,17 @@ class Network:
             object.__setattr__(self, "hosts", tuple(self.hosts))
 
     @classmethod
-    def named(cls, name: str) -> Network:
-        """Returns one of `PRESETS`.
+    def named(cls, name: str, measured: Mapping[str, Network] = MappingProxyType({})) -> Network:
+        """Returns the network of a name: one of `measured`, else one of `PRESETS`.
 
         Raises:
             LaunchError: there is none of that name.
         """
-        if name not in PRESETS:
-            raise LaunchError(f"network={name!r}: {choices(name, PRESETS)}, or Network(latency=, bandwidth=)")
-        return PRESETS[name]
+        known = {**PRESETS, **measured}
+        if name not in known:
+            # A command line names it, too, and has no other form of a network.
+            raise LaunchError(f"network={name!r}: {choices(name, known)}; in Python also Network(latency=, bandwidth=)")
+        return known[name]
 
     def between(self, src: int, dst: int) -> Network:
         """Returns the network from `src` to `dst`: this one, or the local one if they share a host."""

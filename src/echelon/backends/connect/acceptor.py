@@ -89,7 +89,8 @@ class PeerAcceptor:
         hint = f" ({self._num_refused} connections without the right secret were refused)" if self._num_refused else ""
         return ConnectError(
             f"{listed(absent)} of {self._job.world_size} did not come within {timeout:g} s, "
-            f"{listed(present)} did{hint}: start the missing ones, or give a longer connect_timeout"
+            f"{listed(present)} did{hint}: start the missing ones within that time, or read in "
+            "their output why they did not come"
         )
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -232,8 +232,8 @@ class _Rendezvous:
                 answer = await receive_json(master, MAX_HELLO_BYTES + self._job.world_size * MAX_ENTRY_BYTES)
         except TimeoutError:
             raise ConnectError(
-                f"rank 0 answered, but other ranks did not come within {self._timeout:g} s: start all ranks at about "
-                "the same time, or give a longer connect_timeout"
+                f"rank 0 answered, but other ranks did not come within {self._timeout:g} s: start all ranks within "
+                "that time"
             ) from None
         except OSError as error:
             if isinstance(error, EchelonError):
