@@ -10,7 +10,7 @@ from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import InvalidWorldSize
 from echelon.launch import environment
 from echelon.launch.run import Program, run
-from echelon.wording import listed, with_article
+from echelon.wording import itemized, listed, with_article
 
 COMMON = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 TORCHRUN = COMMON | {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0"}
@@ -104,3 +104,14 @@ def test_ranks_are_listed_in_a_few_words(ranks, text):
 @pytest.mark.parametrize("text", ["an a100-40g", "an h100", "a v100", "a cpu", "an AMD EPYC", "a tpu", "an l40"])
 def test_the_article_of_a_device_is_as_it_is_spoken(text):
     assert with_article(text.partition(" ")[2]) == text
+
+
+def test_a_long_list_of_problems_has_the_first_of_each_kind():
+    assert itemized([f"{rank}F0 missing" for rank in range(8)]) == [f"  - {rank}F0 missing" for rank in range(8)]
+    late, missing = [f"rank {rank} is late" for rank in range(9)], [f"{rank}B{rank} missing" for rank in range(4)]
+    assert itemized([*late, "no end", *missing]) == [
+        *("  - rank 0 is late", "  - rank 1 is late", "  - rank 2 is late", "  - and 6 more of this kind"),
+        "  - no end",
+        *("  - 0B0 missing", "  - 1B1 missing", "  - 2B2 missing", "  - and 1 more of this kind"),
+    ]
+    assert itemized(["x" * number for number in range(1, 31)])[-1] == "  - and 10 more"

@@ -130,11 +130,11 @@ class UnsupportedOp(EchelonError, NotImplementedError):
 
 
 class ScheduleError(EchelonError, ValueError):
-    """Pipeline schedule that cannot run. The message lists every problem."""
+    """Pipeline schedule that cannot run. The message lists the problems, of many alike the first."""
 
 
 class PlanError(EchelonError, ValueError):
-    """Collective plan or algorithm that cannot run. The message lists every problem."""
+    """Collective plan or algorithm that cannot run. The message lists the problems, of many alike the first."""
 
 
 class PartitionError(EchelonError, ValueError):

@@ -1,8 +1,9 @@
-"""Wording of counts and of ranks in messages. Pure."""
+"""Wording of counts, of ranks and of lists of problems in messages. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, what: str) -> str:
@@ -40,3 +41,32 @@ def listed(ranks: Iterable[int]) -> str:
         ranges.append(f"{left:,} more")
     noun = "rank" if len(ordered) == 1 else "ranks"
     return f"{noun} {ranges[0]}" if len(ranges) == 1 else f"{noun} {', '.join(ranges[:-1])} and {ranges[-1]}"
+
+
+_MOST_PROBLEMS = 8
+"""Most problems that are all written out."""
+_OF_A_KIND = 3
+"""Problems of a kind that are written out in a longer list."""
+_MOST_LINES = 20
+"""Most problems that are written out in any list."""
+# An action such as 2F0, or a number: the texts of problems of one kind differ in these alone.
+_VARIES = re.compile(r"\d+[FIWB]?\d*")
+
+
+def itemized(problems: Sequence[str]) -> list[str]:
+    """Returns problems as lines of a list. Of a long list, the first of each kind, and the numbers of the others."""
+    if len(problems) <= _MOST_PROBLEMS:
+        return [f"  - {problem}" for problem in problems]
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(_VARIES.sub("#", problem), []).append(problem)
+    lines, num_left = list[str](), len(problems)
+    for alike in kinds.values():
+        shown = alike[:_OF_A_KIND]
+        if len(lines) + len(shown) > _MOST_LINES:
+            return [*lines, f"  - and {num_left} more"]
+        lines += [f"  - {problem}" for problem in shown]
+        if left := len(alike) - len(shown):
+            lines.append(f"  - and {left} more of this kind")
+        num_left -= len(alike)
+    return lines

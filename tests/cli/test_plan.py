@@ -52,6 +52,16 @@ def test_colour_where_there_is_colour(capsys, monkeypatch):
     assert plain.replace("\x1b", "").isascii()
 
 
+def test_many_problems_are_bounded_and_all_in_json(capsys, tmp_path):
+    path = str(tmp_path / "plan.csv")
+    schedules.build("1f1b", 4, 8).to_csv(path)
+    assert main(["plan", path, "-m", "3", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["problems"]) == 40
+    problems = [line for line in err.splitlines() if line.startswith("  - ")]
+    assert problems[3:] == ["  - and 37 more of this kind"]
+
+
 def test_json_says_what_the_timeline_says(capsys):
     found = json.loads(run(capsys, "zb-v", "-r", "4", "-m", "8", "--transfer", "0.25", "--json"))
     timeline = schedules.build("zb-v", 4, 8).simulate(Costs(transfer=0.25))

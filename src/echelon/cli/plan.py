@@ -165,6 +165,10 @@ def plan(options: PlanOptions) -> None:
         _compare(options)
         return
     schedule, costs, searched = _make(options)
+    if options.as_json and schedule.problems:
+        # All of them, for programs. The error that follows has the first of each kind.
+        print(to_json({"schedule": schedule.name, "problems": [problem.text for problem in schedule.problems]}))
+        schedule.check()
     timeline = schedule.simulate(costs)
     held = held_microbatches(schedule, costs, timeline)
     _check_limit(schedule, held, options.limit)

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from echelon.collectives.plans.plan import Copy, Numbers, Plan, Recv, Reduce, Round, Send, Step
 from echelon.errors import PlanError
+from echelon.wording import itemized
 
 Piece: TypeAlias = tuple[int, int]
 """Initial value of a chunk on a rank, as rank and number of the chunk."""
@@ -315,7 +316,6 @@ def place_of(rank: int, number: int) -> str:
     return f"rank {rank}, round {number}"
 
 
-_MOST_PRINTED = 20
 # Number of ranks that a problem lists.
 _MOST_RANKS = 16
 
@@ -324,16 +324,14 @@ def check(plan: Plan, goal: Goal) -> None:
     """Proves that a plan reaches its goal; see `goal_of`.
 
     Raises:
-        PlanError: the plan does not reach it. The message lists every problem with its rank and round.
+        PlanError: the plan does not reach it. The message lists the problems with rank and round, of many
+            alike the first three.
     """
     problems = find_problems(plan, goal)
     if not problems:
         return
     lines = [f"plan {plan.name!r} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
-    lines += [f"  - {problem}" for problem in problems[:_MOST_PRINTED]]
-    if len(problems) > _MOST_PRINTED:
-        lines.append(f"  - and {len(problems) - _MOST_PRINTED} more")
-    raise PlanError("\n".join(lines))
+    raise PlanError("\n".join([*lines, *itemized(problems)]))
 
 
 def find_problems(plan: Plan, goal: Goal) -> list[str]:

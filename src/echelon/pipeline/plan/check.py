@@ -17,6 +17,7 @@ from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import Action, Handover, Kind, Overlapped, Place, Step, actions_of
 from echelon.pipeline.plan.cost import Amount, Costs
 from echelon.pipeline.plan.simulate import levels, play
+from echelon.wording import itemized
 
 if TYPE_CHECKING:
     from echelon.pipeline.plan.schedule import Schedule
@@ -114,8 +115,6 @@ def _problem(cycle: Sequence[_Wait]) -> Mistake:
     return Mistake(f"ranks wait for each other (deadlock): {waits}", places)
 
 
-_MOST_PRINTED = 20
-
 # Work of an action, and work that must precede it, as bits: 1 forward, 2 input gradient, 4 weight gradient.
 _DOES = {"F": 1, "I": 2, "W": 4, "B": 6}
 _NEEDS = {"F": 0, "I": 1, "W": 3, "B": 1}
@@ -179,11 +178,12 @@ def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Mistake
 
 
 def report(schedule: Schedule, problems: Sequence[Mistake]) -> str:
-    """Returns the problems, one a line, and the grid of ranks x steps with their places marked."""
+    """Returns the problems, one a line, and the grid of ranks x steps with their places marked.
+
+    Of many problems the lines have the first ones of each kind. The grid marks all.
+    """
     lines = [f"schedule {schedule.name!r} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
-    lines += [f"  - {problem.text}" for problem in problems[:_MOST_PRINTED]]
-    if len(problems) > _MOST_PRINTED:
-        lines.append(f"  - and {len(problems) - _MOST_PRINTED} more")
+    lines += itemized([problem.text for problem in problems])
     marked = {place for problem in problems for place in problem.places}
     return "\n".join([*lines, grid(schedule.orders, marked)])
 

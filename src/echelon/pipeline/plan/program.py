@@ -26,8 +26,7 @@ from typing import NamedTuple, TypeAlias
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import Action, Handover, Step, actions_of
 from echelon.pipeline.plan.schedule import Schedule
-
-_MOST_PRINTED = 20
+from echelon.wording import itemized
 
 
 class _Order(NamedTuple):
@@ -41,16 +40,15 @@ def check_program(program: Program) -> None:
     """Checks a program against its schedule, and plays it.
 
     Raises:
-        ScheduleError: it lists every problem: steps that differ from the schedule's, an instruction that is missing,
+        ScheduleError: it lists the problems: steps that differ from the schedule's, an instruction that is missing,
             doubled or in the wrong place, or ranks that wait for ever.
     """
     problems = [problem for rank in range(len(program.orders)) for problem in _of_rank(program, rank)]
     # Played only if each rank is right by itself: a missing SEND would show up again as a wait.
     problems = problems or list(_standing(program))
     if problems:
-        more = [f"and {len(problems) - _MOST_PRINTED} more"] if len(problems) > _MOST_PRINTED else []
-        lines = [f"  - {problem}" for problem in [*problems[:_MOST_PRINTED], *more]]
-        raise ScheduleError("\n".join([f"the program of {program.schedule.name!r} cannot run:", *lines]))
+        title = f"the program of {program.schedule.name!r} cannot run:"
+        raise ScheduleError("\n".join([title, *itemized(problems)]))
 
 
 def _of_rank(program: Program, rank: int) -> Iterator[str]:

@@ -107,7 +107,7 @@ class Schedule:
                     )
 
     def check(self, memory_limit: Amount | None = None, costs: Costs | None = None) -> None:
-        """Checks the schedule and raises one error that lists every mistake.
+        """Checks the schedule and raises one error that lists the mistakes, of many alike the first three.
 
         Args:
             memory_limit: Most memory that a rank may hold at once, in the units of `costs.activation` (by default 1 for
@@ -116,8 +116,8 @@ class Schedule:
 
         Raises:
             ScheduleError: an action is missing, doubled, on the wrong rank or before an action that it needs, ranks
-                deadlock, or a rank holds more than the limit. The message lists all problems and marks their places in
-                the orders.
+                deadlock, or a rank holds more than the limit. The message marks the places of all mistakes in the
+                orders.
         """
         problems = self.problems
         if memory_limit is not None:
