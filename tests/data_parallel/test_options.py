@@ -323,6 +323,21 @@ def test_options_that_are_none_are_refused(options, error, message):
         echelon.simulate(lambda group: DDP(mlp(), group, **options), 2)
 
 
+def test_without_a_group_it_is_the_current_one():
+    def train(group):
+        model = echelon.SyncBatchNorm.convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        ddp, zero = DDP(model), echelon.ZeroOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+        return [each._group is group for each in (model[1], ddp, zero)]
+
+    assert echelon.simulate(train, 2).results == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("wrap", [DDP, lambda model: echelon.ZeroOptimizer(torch.optim.SGD, model.parameters())])
+def test_without_any_group_it_says_where_one_comes_from(wrap):
+    with pytest.raises(echelon.InvalidArgument, match=r"there is no group yet: call group = echelon\.init\(\) first"):
+        wrap(mlp())
+
+
 def test_a_model_without_shapes_is_refused():
     with pytest.raises(echelon.UnsupportedOp, match="parameter 'weight' has no shape yet"):
         echelon.simulate(lambda group: DDP(nn.LazyLinear(3), group), 2)

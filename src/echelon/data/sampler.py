@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset, Sampler
 from echelon._torch_private.data import is_prefetched
 from echelon.arguments import is_count, named
 from echelon.errors import CollectiveMismatch, InvalidArgument
-from echelon.group.group import ProcessGroup, check_group
-from echelon.launch.init import current_group
+from echelon.group.group import ProcessGroup
+from echelon.launch.init import CURRENT, given_or_current
 
 
 class Place(NamedTuple):
@@ -65,7 +65,7 @@ class DistributedSampler(Sampler[int]):
             InvalidArgument: an argument has a wrong type or value, or there is no group.
         """
         self._num_samples = _length_of(dataset)
-        self._group = _group_or_current(group)
+        self._group = given_or_current(CURRENT if group is None else group)
         for name, value, least in (("seed", seed, 0), ("multiple", multiple, 1)):
             if not is_count(value, least):
                 raise InvalidArgument(f"{name} is {named(value)}: give a whole number of at least {least}")
@@ -228,12 +228,3 @@ def _length_of(dataset: object) -> int:
             "a stream by group.rank and group.world_size"
         )
     return len(dataset)
-
-
-def _group_or_current(group: object) -> ProcessGroup:
-    if group is not None:
-        return check_group(group)
-    found = current_group()
-    if found is None:
-        raise InvalidArgument("there is no group yet: call group = echelon.init() first, or pass group=")
-    return found

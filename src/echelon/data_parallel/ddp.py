@@ -23,7 +23,8 @@ from echelon.data_parallel.gradient_sync import GradientSync, take_over
 from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer
 from echelon.errors import InvalidArgument, UnsupportedOp
-from echelon.group.group import ProcessGroup, check_group
+from echelon.group.group import ProcessGroup
+from echelon.launch.init import CURRENT, given_or_current
 
 
 class ModuleProxy(torch.nn.Module):
@@ -114,7 +115,7 @@ class DistributedDataParallel(ModuleProxy):
     def __init__(
         self,
         module: torch.nn.Module,
-        group: ProcessGroup,
+        group: ProcessGroup = CURRENT,
         bucket_mb: float = DEFAULT_BUCKET_MB,
         buffers: Buffers = "broadcast",
         average: Average = "ranks",
@@ -125,7 +126,8 @@ class DistributedDataParallel(ModuleProxy):
 
         Args:
             module: the model, the same on every rank except for its values.
-            group: the ranks. Every rank of it must wrap the same modules in the same order.
+            group: the ranks. Every rank of it must wrap the same modules in the same order. Default: the group
+                of `echelon.init()`, or of the simulated rank.
             bucket_mb: mebibytes of gradients that are reduced at a time, overlapped with backward. If all ranks share
                 memory and none has an idle core, all gradients are reduced at once after backward.
             buffers: how buffers, such as the running statistics of BatchNorm, are made equal before each training
@@ -138,14 +140,14 @@ class DistributedDataParallel(ModuleProxy):
 
         Raises:
             CollectiveMismatch: on every rank, if names, shapes or dtypes of the model or the options differ.
-            InvalidArgument: `module` is no module instance, `group` is no group, or an option has an unknown value.
+            InvalidArgument: `module` is no module instance, there is no group, or an option has an unknown value.
             UnsupportedOp: a parameter or buffer that the group's backend cannot send, or that has no shape yet or no
                 memory of its own, such as a DTensor; a parameter that another living wrapper reduces, which has not
                 failed; or no parameter requires a gradient.
         """
         super().__init__()
         _refuse(of_torch)
-        check_group(group)
+        group = given_or_current(group)
         check_module(module)
         _check_choice("buffers", buffers, get_args(Buffers))
         _check_choice("average", average, get_args(Average))

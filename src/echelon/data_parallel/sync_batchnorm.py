@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from echelon.backends.admission import check_values, stands_for_device
 from echelon.data_parallel.broadcast import check_module
 from echelon.errors import SizeMismatch
-from echelon.group.group import ProcessGroup, check_group
+from echelon.group.group import ProcessGroup
+from echelon.launch.init import CURRENT, given_or_current
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -33,7 +34,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def __init__(
         self,
         num_features: int,
-        group: ProcessGroup,
+        group: ProcessGroup = CURRENT,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
@@ -44,23 +45,24 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Makes the layer. Nothing is sent.
 
         Args:
-            group: the ranks whose batches count as one.
+            group: the ranks whose batches count as one. Default: that of `echelon.init()`, or of the simulated rank.
             num_features, eps, momentum, affine, track_running_stats, device, dtype: as for torch.nn.BatchNorm2d.
         """
-        check_group(group)
+        group = given_or_current(group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._group = group
 
     @classmethod
-    def convert(cls, module: nn.Module, group: ProcessGroup) -> nn.Module:
+    def convert(cls, module: nn.Module, group: ProcessGroup = CURRENT) -> nn.Module:
         """Replaces every BatchNorm1d, 2d and 3d inside `module`. Returns `module`, or its replacement if it is one.
 
         Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
+        Without a group it is that of `echelon.init()`, or of the simulated rank.
 
         Raises:
-            InvalidArgument: `module` is no instance of a module, or `group` is no group.
+            InvalidArgument: `module` is no instance of a module, or there is no group.
         """
-        check_group(group)
+        group = given_or_current(group)
         check_module(module)
         known: dict[int, SyncBatchNorm] = {}  # a layer under two names stays one layer
         for path, layer in list(module.named_modules(remove_duplicate=False)):

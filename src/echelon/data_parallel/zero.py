@@ -23,7 +23,8 @@ from echelon.backends.memory import describe
 from echelon.data_parallel.broadcast import check_same_lines, kind_of
 from echelon.data_parallel.layout import MEBIBYTE, Piece, pieces_between, shard_layout
 from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
-from echelon.group.group import JsonLike, ProcessGroup, check_group
+from echelon.group.group import JsonLike, ProcessGroup
+from echelon.launch.init import CURRENT, given_or_current
 
 
 class _Entry(NamedTuple):
@@ -162,7 +163,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self,
         optimizer_class: type[torch.optim.Optimizer],
         params: Iterable[Any],
-        group: ProcessGroup,
+        group: ProcessGroup = CURRENT,
         bucket_mb: float = 25.0,
         **options: Any,
     ) -> None:
@@ -171,18 +172,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             optimizer_class: class of the optimizer, such as torch.optim.AdamW.
             params: parameters, or dicts of "params" and options, as any optimizer takes; the same on every rank.
-            group: the ranks that share the state.
+            group: the ranks that share the state. Default: that of `echelon.init()`, or of the simulated rank.
             bucket_mb: mebibytes of parameters per message, and of temporary memory.
             options: options of the optimizer, such as lr.
 
         Raises:
             CollectiveMismatch: on every rank, if optimizers or shapes or dtypes of parameters differ.
             UnsupportedOp: the optimizer is not elementwise, or a parameter has gaps in memory or no memory of its own.
-            InvalidArgument: `optimizer_class` is no class of optimizers, `params` are no parameters, `group` is no
+            InvalidArgument: `optimizer_class` is no class of optimizers, `params` are no parameters, there is no
                 group, or `bucket_mb` no size.
             ValueError: the optimizer itself refuses an option.
         """
-        check_group(group)
+        group = given_or_current(group)
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
             raise InvalidArgument(
                 f"optimizer_class is {named(optimizer_class)}: pass a class, its parameters and its options, such as "

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Never
+from typing import Never, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from echelon.backends.base import Backend
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
-from echelon.errors import LaunchError, describe_exit_of, status_of
+from echelon.errors import InvalidArgument, LaunchError, describe_exit_of, status_of
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch import environment
 from echelon.launch.backends import OPENERS
@@ -104,6 +104,30 @@ def current_group() -> ProcessGroup | None:
     """Returns the provided group, else the latest open one of `init`. None if there is neither."""
     provided = _provided.get()
     return provided if provided is not None else next((group for one in _opened if (group := one())), None)
+
+
+class _Current:
+    """Default of parameters that are a group."""
+
+    def __repr__(self) -> str:
+        return "CURRENT"
+
+
+# Not None, which `subgroup` returns on ranks outside of it: such a rank would take part in the group of all ranks.
+CURRENT = cast("ProcessGroup", _Current())
+"""Stands for the group of `echelon.init()`, or of the simulated rank, where a call is given none."""
+
+
+def given_or_current(group: object) -> ProcessGroup:
+    """Returns the group that a call was given. For `CURRENT` the current one.
+
+    Raises:
+        InvalidArgument: `group` is no group, or there is no current one.
+    """
+    found = current_group() if group is CURRENT else check_group(group)
+    if found is None:
+        raise InvalidArgument("there is no group yet: call group = echelon.init() first, or pass group=")
+    return found
 
 
 def init(
