@@ -13,7 +13,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType
@@ -106,6 +107,7 @@ class OperationRecord:
         "num_bytes",
         "operation",
         "place",
+        "purpose",
         "sequence",
         "signature",
         "started",
@@ -128,6 +130,8 @@ class OperationRecord:
     marks: tuple[str, ...]
     """Calls since the previous collective that sent nothing to other ranks."""
     place: Place | None
+    purpose: str
+    """The call that the operation is a part of, see `FlightRecorder.within`. Empty if it is the user's own."""
     thread: int
     started: float
     begun: float | None
@@ -187,7 +191,7 @@ class OperationRecord:
         where = line_of(self.place)
         if self.is_internal:
             return "echelon.init" + (f" at {where}" if where else "")
-        return f"{self.operation}{number} of group {self.group!r}" + (f" at {where}" if where else "")
+        return f"{self.operation}{self.purpose}{number} of group {self.group!r}" + (f" at {where}" if where else "")
 
 
 class FlightRecorder:
@@ -203,6 +207,8 @@ class FlightRecorder:
         self._latest: dict[int, OperationRecord] = {}
         self._ring: Flights | None = None
         self._latest_native: dict[int, Flights] = {}
+        self._purposes: dict[int, str] = {}
+        """By thread."""
 
     def rings(self, context: int) -> tuple[Flights, Flights] | None:
         """Returns the rings of the operations that the native library runs, for a new group.
@@ -216,6 +222,15 @@ class FlightRecorder:
             self._ring = Flights(CAPACITY)
         latest = self._latest_native[context] = Flights(1)
         return self._ring, latest
+
+    @contextmanager
+    def within(self, call: str) -> Iterator[None]:
+        """Inside, errors about operations of this thread say that they are a part of a call that all ranks make."""
+        self._purposes[get_ident()] = f" (part of {call}, which every rank calls)"
+        try:
+            yield
+        finally:
+            self._purposes.pop(get_ident(), None)
 
     def begin(
         self,
@@ -258,7 +273,8 @@ class FlightRecorder:
             frame = frame.f_back
         else:
             record.place = frame.f_code, frame.f_lasti, module
-        record.thread = get_ident()
+        record.thread = thread = get_ident()
+        record.purpose = self._purposes.get(thread, "") if self._purposes else ""
         record.begun = record.ended = None
         record.error = ""
         record.started = clock()
@@ -307,7 +323,7 @@ class FlightRecorder:
         record._clock, record.watch, record.watched_by = self.clock, None, None
         record.group, record.context = known.group, known.context
         record.operation, record.num_bytes = known.operation, known.num_bytes
-        record.sequence, record.signature, record.marks = sequence, signature, ()
+        record.sequence, record.signature, record.marks, record.purpose = sequence, signature, (), ""
         record.place, record.thread, record.error = (code, instruction, ""), thread, ""
         record.started = record.begun = started
         record.ended = ended

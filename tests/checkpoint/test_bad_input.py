@@ -389,3 +389,18 @@ def test_ranks_of_a_launcher_without_a_group_do_not_save_one_over_the_other(name
     alone = Store(tmp_path)
     alone.save(1, model=nn.Linear(2, 2))
     alone.close()
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+@pytest.mark.parametrize("others", ["return", "go on"])
+def test_a_call_of_one_rank_alone_says_that_every_rank_makes_it(call, others, tmp_path):
+    def alone(group):
+        store = Store(tmp_path, group=group)
+        if group.rank == 0:
+            store.save(1, model=nn.Linear(2, 2)) if call == "save" else store.load(model=nn.Linear(2, 2))
+        elif others == "go on":
+            group.all_reduce(torch.ones(2))
+
+    kind = echelon.DeadlockError if others == "return" else echelon.CollectiveMismatch
+    with pytest.raises(kind, match=rf"\(part of Store\.{call}, which every rank calls\)"):
+        echelon.simulate(alone, 2)

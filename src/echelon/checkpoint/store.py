@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from echelon.arguments import check_path, is_count, named
@@ -102,8 +103,9 @@ class Store:
         if group is None and is_rank(os.environ) and os.environ.get("WORLD_SIZE") != "1":
             # Each rank would save for itself, one over the other.
             raise InvalidArgument("there is no group yet: call group = echelon.init() before the first save")
-        found = collect(objects, group)
-        return self._open(group).save(step, found.state, wait=wait, seed=found.seed, layout=found.layout)
+        with _within("Store.save", group):
+            found = collect(objects, group)
+            return self._open(group).save(step, found.state, wait=wait, seed=found.seed, layout=found.layout)
 
     def load(
         self,
@@ -142,10 +144,11 @@ class Store:
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0, or None for the newest")
         objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
         group = self._group_of(objects)
-        source = open_checkpoint(self._path, group, step)
-        if source is None:
-            return None
-        restore(source, objects, group, strict=strict)
+        with _within("Store.load", group):
+            source = open_checkpoint(self._path, group, step)
+            if source is None:
+                return None
+            restore(source, objects, group, strict=strict)
         return source.step
 
     def steps(self) -> list[int]:
@@ -181,3 +184,8 @@ class Store:
             self.close()
             self._saver, self._saver_group = Saver(self._path, group, self._keep), group
         return self._saver
+
+
+def _within(call: str, group: ProcessGroup | None) -> AbstractContextManager[None]:
+    """Returns a context in which errors about a checkpoint's collectives say that every rank makes the call."""
+    return nullcontext() if group is None else group.backend.flight_recorder.within(call)

@@ -237,7 +237,7 @@ def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
         return f"{passage.doing} rank {passage.peer}, {value}"
     flight = _flight_of(work, recorder)
     group = "" if flight is None or flight.group == "world" else f", of group {flight.group!r}"
-    return (readable(work.operation) or str(passage)) + group
+    return (readable(work.operation) or str(passage)) + ("" if flight is None else flight.purpose) + group
 
 
 def _last_call(recorder: FlightRecorder) -> str:
