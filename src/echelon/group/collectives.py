@@ -28,7 +28,8 @@ class Collectives(GroupBase):
 
         Args:
             tensor: Same shape and dtype on every rank. float16 and bfloat16 are accumulated in float32.
-            op: sum, mean, product, min, max, band, bor or bxor; or as torch spells them ("avg", ReduceOp.AVG).
+            op: "sum", "mean", "product", "min", "max", "band", "bor" or "bxor". "avg" is another name of "mean".
+                torch.distributed.ReduceOp.SUM and its like are taken, too.
             async_op: Return a Work at once. `tensor` must not be used until the Work is done.
             timeout: Seconds for the whole operation.
         """

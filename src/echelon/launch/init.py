@@ -139,8 +139,11 @@ def init(
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, srun, mpirun, mpiexec, or `echelon.simulate`. Without a launcher the
     world size is 1. If all ranks have called `torch.distributed.init_process_group`, the group has the same ranks, and
     they find each other through torch's store. At the end of the program the group is closed. If the program ends with
-    an exception or with `sys.exit` of an error status, this rank has failed: the other ranks get PeerFailed. A program
-    that makes one group after another should close each; an open group keeps its memory and connections.
+    an exception or with `sys.exit` of an error status, this rank has failed: the other ranks get PeerFailed.
+
+    Each call returns another group with connections of its own, so every rank makes the same number of calls. Keep the
+    group and pass it on. A program that makes one group after another should close each; an open group keeps its memory
+    and connections. On simulated ranks and in `echelon.spawn` all calls return the same group.
 
     The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. If it is not
     set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts, rank
