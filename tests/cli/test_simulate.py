@@ -64,6 +64,12 @@ def test_a_script_of_echelon_runs_as_each_rank(simulate, write):
     assert sorted(simulate("-n", 2, script).out.splitlines()) == ["[0] [2.0, 2.0]", "[1] [2.0, 2.0]"]
 
 
+def test_an_option_after_the_script_is_the_scripts(simulate, write):
+    ended = simulate("-n", 1, write("import sys; print(sys.argv[1:])"), "--network", "10GbE")
+    assert ended.out == "[0] ['--network', '10GbE']\n"
+    assert ended.err.startswith("echelon: note: --network stands after the script, which gets it; options of echelon ")
+
+
 def test_the_environment_is_that_of_torchrun(simulate, write):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     script = write(f"import os\nprint(*[os.environ[name] for name in {names}])")

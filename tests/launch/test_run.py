@@ -12,7 +12,12 @@ from collections import namedtuple
 
 import pytest
 
-from echelon.launch.run import MarkedStream
+from echelon.cli.foresee import foresee
+from echelon.cli.options import long_options
+from echelon.cli.run import note_misplaced
+from echelon.cli.run import run as run_command
+from echelon.cli.simulate import simulate
+from echelon.launch.run import Console, MarkedStream
 
 Ended = namedtuple("Ended", "status out err")
 
@@ -109,6 +114,32 @@ def test_threads_are_shared_out_unless_given(script):
 def test_what_follows_the_script_is_passed_on(script):
     path = script("print(sys.argv[1:])")
     assert run(1, path, "-n", "3", "--grace", "x").out == "[0] ['-n', '3', '--grace', 'x']\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "args", "misplaced"),
+    [
+        ("", ["--grace", "2"], "--grace stands after the script, which gets it"),
+        ("", ["--quiet", "--grace=2"], "--quiet and --grace stand after the script, which gets them"),
+        ("parser.add_argument('--grace')", ["--grace", "2"], None),
+        ("class Options:\n    grace: float = 1.0", ["--grace", "2"], None),
+        ("", ["--epochs", "2", "grace"], None),
+    ],
+)
+def test_a_misplaced_option_is_pointed_out_unless_the_script_has_it(tmp_path, source, args, misplaced):
+    path = tmp_path / "script.py"
+    path.write_text(source)
+    told = io.BytesIO()
+    note_misplaced(Console(told, told), run_command, str(path), args)
+    expected = f"echelon: note: {misplaced}; options of echelon run go before {path}\n" if misplaced else ""
+    assert told.getvalue().decode() == expected
+
+
+@pytest.mark.parametrize("command", [run_command, simulate, foresee])
+def test_misplaced_options_are_those_of_the_command(command):
+    assert {"--num-ranks", "--module"} < set(long_options(command))
+    assert ("--late-sends" in long_options(command)) == (command is simulate)
+    assert ("--allow-writes" in long_options(command)) == (command is foresee)
 
 
 def test_a_module_runs_like_python_m():

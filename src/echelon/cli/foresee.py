@@ -15,7 +15,7 @@ from echelon.cli import sweep
 from echelon.cli.combinations import combinations
 from echelon.cli.options import Chrome, Json, Png, check_suffixes, value
 from echelon.cli.output import AboveProgress, Counted, working, write_files
-from echelon.cli.run import console, no_ranks
+from echelon.cli.run import console, no_ranks, note_misplaced
 from echelon.errors import FileError, InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
 
@@ -132,9 +132,10 @@ def foresee(options: ForeseeOptions) -> int:
     if options.calibrate is not None:
         return _calibrate(options.calibrate, options.gpu)
     assert options.num_ranks is not None, "checked"
+    shown = console()
+    note_misplaced(shown, foresee, options.program, options.args or [])
     if options.sweep is not None:
         return _sweep(options, options.sweep)
-    shown = console()
     # Late: it imports torch, which takes seconds that `--help` need not wait.
     from echelon.foresight.script import foresee_script
 

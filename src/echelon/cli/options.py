@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
 from fractions import Fraction
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import typer
+from typer.models import OptionInfo
 
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.cost import Amount
@@ -44,6 +46,21 @@ def command(function: Callable[[_Options], int | None]) -> Callable[..., int | N
     # typer knows no dataclasses, but it reads this signature instead of that of `run`.
     run.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
     return run
+
+
+def long_options(command: Callable[..., object]) -> Iterator[str]:
+    """Yields the options of a command that begin with two dashes."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    # As in `command`.
+    options = next(iter(parameters.values())).annotation
+    if is_dataclass(options):
+        parameters = inspect.signature(cast("type", options), eval_str=True).parameters
+    for name, parameter in parameters.items():
+        for each in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(each, OptionInfo):
+                # Inside of Annotated, typer takes the first name for a default.
+                names = [word for word in (each.default, *(each.param_decls or ())) if isinstance(word, str)]
+                yield from [word for word in names if word.startswith("--")] or [f"--{name.replace('_', '-')}"]
 
 
 # Above every real cost; sums of such values still fit a float.

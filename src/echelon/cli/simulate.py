@@ -13,7 +13,7 @@ from rich.progress import Progress
 from echelon.cli import fault_text
 from echelon.cli.options import Chrome, Html, Png, check_suffixes, value
 from echelon.cli.output import write_files
-from echelon.cli.run import console, no_ranks
+from echelon.cli.run import console, no_ranks, note_misplaced
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
 from echelon.wording import counted
@@ -125,6 +125,7 @@ def simulate(options: SimulateOptions) -> int:
     """
     options.check()
     arguments, shown = options.arguments(), console()
+    note_misplaced(shown, simulate, options.program, options.args or [])
     try:
         if options.explore is not None:
             return _explore(options, arguments, shown)
