@@ -33,6 +33,7 @@ Pure.
 from __future__ import annotations
 
 import os
+import re
 from typing import TypeAlias
 
 
@@ -270,7 +271,7 @@ def fails(error: BaseException | None) -> bool:
 def describe_exit_of(code: object) -> str:
     """Returns the end of a sentence about a rank that called `sys.exit(code)`: "exited with status 1: no data"."""
     # One line: the reason travels in a message, and stands in the middle of a sentence.
-    text = str(code).partition("\n")[0] if code is not None and not isinstance(code, int) else ""
+    text = one_line(str(code)) if code is not None and not isinstance(code, int) else ""
     return f"exited with status {status_of(code)}" + (f": {text}" if text else "")
 
 
@@ -280,6 +281,19 @@ def reason_of(error: BaseException) -> str:
 
 
 def summarize(error: BaseException) -> str:
-    """Returns the type of an exception and the first line of its message."""
-    message = str(error).partition("\n")[0]
+    """Returns in one line the type of an exception and the beginning of its message."""
+    # The further lines of Echelon's own errors are lists and pictures.
+    message = str(error).partition("\n")[0] if isinstance(error, EchelonError) else one_line(str(error))
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+_LONGEST_SUMMARY = 300
+"""Most characters of a paragraph in a message, unless its first line alone is longer."""
+
+
+def one_line(text: str) -> str:
+    """Returns the first paragraph of a text as one line, cut if it is long."""
+    lines = [line.strip() for line in re.split(r"\n[ \t]*\n", text.strip(), maxsplit=1)[0].splitlines()]
+    most = max(_LONGEST_SUMMARY, len(lines[0])) if lines else 0
+    joined = " ".join(lines)
+    return joined if len(joined) <= most else f"{joined[:most]}..."

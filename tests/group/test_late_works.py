@@ -128,7 +128,9 @@ def test_all_ranks_of_a_step_name_the_one_that_is_stopped(kind, backend):
     """Also the stopped rank, when it goes on: it blames no rank that was healthy."""
     num_ranks = 3 if kind == "pipeline" else 2
     *others, victim = run_forked(stopped_in_a_step, num_ranks, kind, backend=backend, rank_timeout=1.0).values()
-    stopped = f"rank {num_ranks - 1},? (which )?has not answered for \\d s: computing without a pause, or stopped"
+    stopped = (
+        f"rank {num_ranks - 1},? (which )?did not answer rank \\d within \\d s: computing without a pause, or stopped"
+    )
     assert any(name == "Timeout" for name, _ in others), others
     for name, message in others:
         assert name in ("Timeout", "PeerFailed")

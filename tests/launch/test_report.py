@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import echelon
-from echelon.errors import ConnectError, PeerFailed, Timeout
+from echelon.errors import ConnectError, PeerFailed, ScheduleError, Timeout
 from echelon.launch import report
 
 
@@ -55,6 +55,15 @@ def hook(monkeypatch):
     report.report_uncaught(group)
     error = raised(ValueError("bad"))
     return group, printed, lambda: sys.excepthook(ValueError, error, error.__traceback__)
+
+
+def test_a_message_of_several_lines_is_one_line_of_its_first_paragraph():
+    assert report.summarize(ValueError("sizes differ:\n\tweight\n  bias\n \nSee the manual.")) == (
+        "ValueError: sizes differ: weight bias"
+    )
+    assert report.summarize(ValueError("\n\nlate")) == "ValueError: late"
+    assert report.summarize(ValueError("x\n" * 300)) == f"ValueError: {('x ' * 300)[:300]}..."
+    assert report.summarize(ScheduleError("2 problems:\n  - one\n  - two")) == "ScheduleError: 2 problems:"
 
 
 def test_an_uncaught_exception_goes_to_the_peers_and_to_the_launcher(hook, tmp_path, monkeypatch):

@@ -249,6 +249,21 @@ def test_the_traceback_of_the_cause_comes_first_and_only_once(script, tmp_path):
     assert lines[-1] == lines[0].replace("rank 2", "root cause: rank 2"), "with one place"
 
 
+def test_ranks_that_all_fail_alike_have_no_root_cause(script, tmp_path):
+    path = script(textwrap.dedent(REPORTING) + "raise KeyError('the cause')")
+    ended = run(3, path, str(tmp_path))
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1].startswith(
+        "echelon: all 3 ranks failed alike: each raised KeyError: 'the cause' ("
+    )
+    assert "root cause" not in ended.err
+    assert "then rank" not in ended.err
+    ended = run(2, script("sys.exit(3)"))
+    assert ended.err.splitlines()[-1] == "echelon: all 2 ranks failed alike: each exited with status 3"
+    ended = run(3, script("sys.exit(3 * (rank > 0))"))
+    assert "alike" not in ended.err, "rank 0 ended well"
+
+
 def test_a_rank_that_reported_but_does_not_leave_is_still_the_cause(script, tmp_path):
     path = script(
         textwrap.dedent(REPORTING)
@@ -382,5 +397,9 @@ def test_the_last_words_of_a_stream_are_the_exception_or_the_last_line():
     marked = "".join(f"[rank1]: {line}\n" for line in traceback.splitlines())
     assert words(f"begin\n{traceback}a warning at the end\n") == words(marked) == 'KeyError: "x[0]: y"'
     assert words("begin\n\nno data\n  indented") == "no data"
+    error = "RuntimeError: Error(s) in loading state_dict for Linear:"
+    assert words(f"Traceback (most recent call last):\n{error}\n\tsize mismatch for weight\nlater") == (
+        f"{error} size mismatch for weight"
+    )
     assert words("x" * 1000) == "x" * 300 + "..."
     assert words("") == words("  \n") == ""

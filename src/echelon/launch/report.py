@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -85,6 +85,12 @@ _NOTICED_LATE = 1.0
 def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """Returns the earliest failure that blames no other rank. The earliest of all if each blames one."""
     return min(failures, key=lambda failure: (failure.blames is not None, _began(failure)))
+
+
+def are_alike(failures: Collection[RankFailure], num_ranks: int) -> bool:
+    """Whether all ranks of a job have failed in the same way, each by itself. None of them is then the cause."""
+    has_failed_alone = all(failure.blames is None for failure in failures)
+    return len(failures) == num_ranks > 1 and has_failed_alone and len({failure.placed for failure in failures}) == 1
 
 
 def consequences(cause: RankFailure, others: Iterable[RankFailure]) -> list[str]:

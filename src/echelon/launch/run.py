@@ -26,15 +26,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import BinaryIO
 
-from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.errors import InvalidWorldSize, LaunchError, one_line
 from echelon.launch import report
 from echelon.launch.environment import without_launcher
 from echelon.launch.report import (
     ERROR_FILE,
     GRACE,
     RankFailure,
+    are_alike,
     consequences,
     describe_exit,
     exit_status,
@@ -287,6 +289,10 @@ class MarkedStream:
         begin = max((n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")), default=-1)
         ends = [line for line in lines[begin + 1 :] if line and not line[0].isspace()]
         words = ends[0 if begin >= 0 else -1] if ends else ""
+        if begin >= 0 and words:
+            # An indented line goes on with the message, as in torch's errors of a state_dict.
+            following = lines[lines.index(words, begin) + 1 :]
+            words = one_line("\n".join([words, *takewhile(lambda line: line[:1].isspace(), following)]))
         return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}..."
 
     def _write(self, lines: list[bytes]) -> None:
@@ -348,10 +354,11 @@ class FailureLog:
         if own and self._explained is None:
             self._explain(first_cause(own))
 
-    def conclude(self, ended: set[int], grace: float) -> int:
+    def conclude(self, num_ranks: int, ended: set[int], grace: float) -> int:
         """Writes the failures after the first cause. Returns the exit status of the run.
 
         Args:
+            num_ranks: number of all ranks.
             ended: ranks that were still running `grace` seconds after the first failure, and were ended.
             grace: seconds.
         """
@@ -360,6 +367,9 @@ class FailureLog:
         cause = self._explained or first_cause(self._failures)
         if self._explained is None:
             self._explain(cause)
+        if are_alike(self._failures, num_ranks):
+            self._console.say(f"all {num_ranks} ranks failed alike: each {cause.placed}")
+            return cause.status
         after = consequences(cause, (failure for failure in self._failures if failure.rank != cause.rank))
         if silent := ended - self.ranks:
             after.append(f"{listed(silent)} went on for {grace:g} s and {'was' if len(silent) == 1 else 'were'} ended")
@@ -413,7 +423,7 @@ class Launcher:
         if self._interrupted_by:
             self._console.say(f"ended by {signal.Signals(self._interrupted_by).name}")
             return 128 + self._interrupted_by
-        return self._failures.conclude(self._ended, self._grace)
+        return self._failures.conclude(len(environs), self._ended, self._grace)
 
     def _handle(self, timeout: float | None) -> None:
         """Waits up to `timeout` seconds for events and runs their callbacks. None: without limit."""

@@ -22,7 +22,7 @@ from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError, PeerFailed, Timeout
 from echelon.launch import environment
 from echelon.launch.call import rank_call
-from echelon.launch.report import GRACE, consequences, first_cause
+from echelon.launch.report import GRACE, are_alike, consequences, first_cause
 from echelon.launch.variables import ReservedPort, threads_per_rank
 from echelon.launch.worker import Job, Outcome, Worker, leave_if_imported
 from echelon.wording import listed
@@ -250,7 +250,7 @@ def run_job(
             worker.submit(job._replace(rank=rank))
         outcomes = _gather(workers, deadline)
     if any(outcome.failure for outcome in outcomes.values()):
-        _raise_first(outcomes)
+        _raise_first(outcomes, world_size)
     missing = [rank for rank in range(world_size) if rank not in outcomes]
     if missing:
         raise Timeout(
@@ -281,13 +281,16 @@ def _gather(workers: Sequence[Worker], deadline: float | None) -> dict[int, Outc
     return outcomes
 
 
-def _raise_first(outcomes: dict[int, Outcome]) -> NoReturn:
+def _raise_first(outcomes: dict[int, Outcome], world_size: int) -> NoReturn:
     failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
     cause = first_cause(failures)
     pickled = outcomes[cause.rank].error
     error: BaseException = pickle.loads(pickled) if pickled else PeerFailed(cause.rank, f"it {cause.summary}")
     # Pickling loses an exception's traceback, so the rank's comes along as a note.
     there = f":\n{cause.traceback.rstrip()}" if cause.traceback else ""
+    if are_alike(failures, world_size):
+        error.add_note(f"all {world_size} ranks failed alike, rank {cause.rank} too{there}")
+        raise error
     error.add_note(f"rank {cause.rank} failed first{there}")
     for line in consequences(cause, (failure for failure in failures if failure is not cause)):
         error.add_note(f"then {line}")

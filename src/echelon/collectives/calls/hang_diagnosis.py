@@ -157,7 +157,7 @@ def silence(backend: Backend, rank: int, seconds: float) -> str:
     """Returns a text about a rank that has not answered, with its last message if there was one."""
     heard = backend.control.last_heard(rank)
     last = f"; its last message was of {heard}" if heard else ""
-    return f"has not answered for {seconds:g} s: computing without a pause, or stopped{last}"
+    return f"did not answer rank {backend.rank} within {seconds:g} s: computing without a pause, or stopped{last}"
 
 
 def _whole_minutes(seconds: float) -> float:
