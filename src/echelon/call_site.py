@@ -96,11 +96,13 @@ def line_of(place: Place | None) -> str:
 
 def source_of(place: Place | None) -> str:
     """Returns "file:line: source text", with the module as `line_of`. Empty for None."""
-    if place is None:
-        return ""
-    path, line = place[0].co_filename, _line(place)
+    return "" if place is None else source_line(place[0].co_filename, _line(place)) + _module(place)
+
+
+def source_line(path: str, line: int) -> str:
+    """Returns "file:line: source text" of a line. Only the file and the line if the source cannot be read."""
     text = linecache.getline(path, line).strip()
-    return f"{path}:{line}{text and f': {text}'}{_module(place)}"
+    return f"{path}:{line}{text and f': {text}'}"
 
 
 def _line(place: Place) -> int:

@@ -3,11 +3,13 @@
 import contextlib
 import io
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import namedtuple
 
 import pytest
@@ -17,6 +19,7 @@ from echelon.cli.options import long_options
 from echelon.cli.run import note_misplaced
 from echelon.cli.run import run as run_command
 from echelon.cli.simulate import simulate
+from echelon.launch import whereabouts
 from echelon.launch.run import Console, MarkedStream
 
 Ended = namedtuple("Ended", "status out err")
@@ -298,6 +301,45 @@ def test_a_signal_ends_all_ranks(script, number):
     assert sorted(out.splitlines()) == ["[0] interrupted", "[1] interrupted"]
     assert err == f"echelon: ended by {number.name}\n"
     assert all(has_ended(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_prints_where_the_ranks_are(script, number, tmp_path):
+    path = script(
+        textwrap.dedent(REPORTING)
+        + textwrap.dedent("""
+        def work():
+            print("there")
+            threading.Event().wait()  # for ever
+        work()
+    """)
+    )
+    with started(2, path, str(tmp_path)) as launcher:
+        for _ in range(2):
+            launcher.stdout.readline()
+        launcher.send_signal(number)
+        _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 128 + number
+    first, *places = err.splitlines()
+    assert first == f"echelon: ended by {number.name}"
+    pattern = rf"echelon: rank(s 0 and 1 were| \d was) at {re.escape(path)}:\d+: (print|threading\.Event).*"
+    assert places
+    assert all(re.fullmatch(pattern, line) for line in places), places
+
+
+def test_places_are_told_once_for_ranks_at_the_same_line():
+    stack = 'Current thread (most recent call first):\n  File "{}", line 1 in wait\n  File "no.py", line 7 in main\n'
+    place = whereabouts.place_in(stack.format(threading.__file__))
+    assert place == "no.py:7"
+    assert whereabouts.place_in("Current thread (most recent call first):\n") == "the end of its program"
+    assert whereabouts.place_in("") == ""
+    assert whereabouts.in_words({0: place, 1: place, 2: "", 3: "end"}, [4]) == [
+        "ranks 0 and 1 were at no.py:7",
+        "rank 3 was at end",
+        "rank 2 has no group yet, or did not answer",
+        "rank 4 had ended",
+    ]
+    assert whereabouts.in_words({0: ""}, [1]) == []
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(script):

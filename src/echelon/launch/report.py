@@ -40,6 +40,7 @@ from echelon.errors import (
     status_of,
     summarize,
 )
+from echelon.launch import whereabouts
 from echelon.wording import counted, listed
 
 if TYPE_CHECKING:
@@ -235,10 +236,12 @@ def read(path: str) -> RankFailure | None:
 
 @contextmanager
 def reported_start() -> Iterator[None]:
-    """Inside, an exception that nobody catches is reported to the launcher.
+    """Inside, an exception that nobody catches is reported to the launcher, which may ask for this rank's place.
 
     There is no group yet whose peers could be notified, so they detect the failure themselves.
     """
+    if path := os.environ.get(ERROR_FILE):
+        whereabouts.answer(path)
     try:
         yield
     except BaseException:
@@ -276,6 +279,8 @@ def _installed() -> _Hook:
     hook = sys.excepthook
     if not isinstance(hook, _Hook) or hook.pid != os.getpid():
         hook = sys.excepthook = _Hook(hook)
+        if path := os.environ.get(ERROR_FILE):
+            whereabouts.answer(path)
     return hook
 
 

@@ -30,7 +30,7 @@ from itertools import takewhile
 from typing import BinaryIO
 
 from echelon.errors import InvalidWorldSize, LaunchError, one_line
-from echelon.launch import report
+from echelon.launch import report, whereabouts
 from echelon.launch.environment import without_launcher
 from echelon.launch.report import (
     ERROR_FILE,
@@ -151,12 +151,13 @@ class RankProcess:
     The rank leads a process group: a signal to the group reaches its children too, and Ctrl-C reaches the launcher
     only, which passes it on. The kernel kills a rank whose launcher dies.
 
+    error_file: file in which the rank reports its failure. Empty if it has none.
     stdout, stderr: non-blocking file descriptors to read from. pidfd: readable once the process has ended.
     """
 
     def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.rank = rank
-        self._error_file = environ.get(ERROR_FILE, "")
+        self.error_file = environ.get(ERROR_FILE, "")
         # preexec_fn is safe here because the launcher has one thread.
         self._process = subprocess.Popen(
             command,
@@ -210,7 +211,7 @@ class RankProcess:
 
     def reported(self) -> RankFailure | None:
         """Returns the failure that the rank reported itself. None if it did not."""
-        return report.read(self._error_file) if self._error_file else None
+        return report.read(self.error_file) if self.error_file else None
 
     def close(self) -> None:
         """Kills the rank if it still runs, and closes its file descriptors."""
@@ -401,6 +402,8 @@ class Launcher:
         self._failures = FailureLog(console)
         self._ended: set[int] = set()
         self._interrupted_by = 0
+        self._places: list[str] = []
+        """Lines on where the ranks were when a signal came."""
         self._deadline = float("inf")
         self._next_signal = signal.SIGTERM
 
@@ -422,6 +425,8 @@ class Launcher:
                     self._escalate()
         if self._interrupted_by:
             self._console.say(f"ended by {signal.Signals(self._interrupted_by).name}")
+            for line in self._places:
+                self._console.say(line)
             return 128 + self._interrupted_by
         return self._failures.conclude(len(environs), self._ended, self._grace)
 
@@ -496,9 +501,17 @@ class Launcher:
             self._escalate()
             return
         self._interrupted_by = number
+        self._places = self._find_places()
         for process in self._running:
             process.send_signal(number)
         self._deadline = time.monotonic() + self._grace
+
+    def _find_places(self) -> list[str]:
+        """Returns lines on where the running ranks are. Blocks for 0.3 s at most."""
+        running = sorted(self._running, key=lambda process: process.rank)
+        stacks = whereabouts.stacks({process.pid: process.error_file for process in running if process.error_file})
+        places = {process.rank: whereabouts.place_in(stacks.get(process.pid, "")) for process in running}
+        return whereabouts.in_words(places, [each.rank for each in self._ranks if each not in self._running])
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
