@@ -95,7 +95,16 @@ def own_ddp(group):
     train(echelon.DDP(layers(), group=group))
 
 
-@pytest.mark.parametrize("program", [ddp, fsdp, tensor_parallel, torch_pipeline, pipeline, own_ddp])
+@pytest.mark.parametrize(
+    "program",
+    [
+        ddp,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (fsdp, tensor_parallel)),
+        torch_pipeline,
+        pipeline,
+        own_ddp,
+    ],
+)
 def test_a_rank_that_runs_alone_makes_the_recorded_calls(program):
     seen = echelon.foresee(program, 2, gpu=HERE, network="shared-memory")
     for trace in seen.traces.values():

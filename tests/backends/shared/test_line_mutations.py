@@ -281,7 +281,13 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(mutation, id=mutation.what, marks=() if number % 3 == 0 else pytest.mark.slow)
+        for number, mutation in enumerate(MUTATIONS)
+    ],
+)
 def test_it_is_found(explored, mutation, monkeypatch):
     break_code(monkeypatch, mutation)
     found = (fails(explored, mutation.scenario, order, seed) for order, seed in orders(explored, mutation))
