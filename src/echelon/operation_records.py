@@ -77,6 +77,10 @@ class LivenessCheck(Protocol):
         """Queries a rank. Raises CollectiveMismatch if it will never make the awaited call."""
         ...
 
+    def blocks_for(self, rank: int) -> bool:
+        """Whether the program makes no other call until a rank has taken part in the collective."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KnownOperation:
@@ -347,6 +351,10 @@ class FlightRecorder:
         """Returns the operations in flight, the oldest first."""
         flights = (*self._pushed_out.copy().values(), *self._flights.copy())
         return [flight for flight in flights if flight.ended is None]
+
+    def callers(self) -> set[int]:
+        """Returns the threads that have called collectives lately."""
+        return {flight.thread for flight in (*self._pushed_out.copy().values(), *self._all()) if flight.sequence}
 
     def activity(self) -> str:
         """Describes the current activity of this rank, as the end of a sentence about it."""

@@ -88,6 +88,53 @@ def test_a_rank_in_a_collective_of_another_group_has_advice(on_backend):
     assert "use groups in the same order on every rank, if these wait for each other" in message
 
 
+def wait_for_each_other(group, is_async):
+    """Each rank calls a collective of one group, and the other rank one of the other group."""
+    first, second = (group.subgroup([0, 1], name=name) for name in ("first", "second"))
+    mine = first if group.rank else second
+    with pytest.raises((echelon.CollectiveMismatch, echelon.PeerFailed)) as caught:
+        mine.all_reduce(torch.ones(3), async_op=True).wait() if is_async else mine.all_reduce(torch.ones(3))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_ranks_that_wait_for_each_other_in_two_groups_are_told_long_before_a_timeout(pool, backend, is_async):
+    messages = pool.run(wait_for_each_other, 2, is_async, backend=backend)
+    call = rf"all_reduce\(sum\) of float32\[3\], #1 of group '{{}}' at {HERE}"
+    names = "second", "first"
+    wanted = [
+        f"{call.format(names[rank])} on rank {rank} waits for rank {1 - rank}, which waits for this rank in "
+        f"{call.format(names[1 - rank])}: make the same calls in the same order"
+        for rank in (0, 1)
+    ]
+    assert any(map(re.search, wanted, messages)), messages
+
+
+def wait_in_two_threads(group):
+    first, second = (group.subgroup([0, 1], name=name) for name in ("first", "second"))
+    with ThreadPoolExecutor() as executor:
+        if group.rank == 0:
+            beside = executor.submit(first.all_reduce, torch.ones(3))
+            group.recv(1)  # after rank 1 has looked for rank 0, in the second group
+        else:
+            executor.submit(send_late, group)
+            second_sum = second.all_reduce(torch.ones(3))
+            return second_sum[0].item(), first.all_reduce(torch.ones(3))[0].item()
+        return second.all_reduce(torch.ones(3))[0].item(), beside.result()[0].item()
+
+
+def send_late(group):
+    time.sleep(3.5)
+    group.send(torch.ones(1), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_groups_of_two_threads_are_no_deadlock(pool, backend):
+    assert pool.run(wait_in_two_threads, 2, backend=backend) == [(2.0, 2.0)] * 2
+
+
 def compute(group, folder):
     """Rank 1 computes, from before rank 0 asks until it has been answered."""
     began, answered = (os.path.join(folder, name) for name in ("began", "answered"))

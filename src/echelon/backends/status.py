@@ -30,6 +30,8 @@ class Standing(IntEnum):
     """Its calls up to this one are others."""
     ELSEWHERE = 4
     """It has not called the collective yet, and is in a collective of another group."""
+    BLOCKED = 5
+    """It cannot call the collective: its program waits for the asking rank, in a collective of another group."""
 
 
 class Status(NamedTuple):
@@ -38,17 +40,28 @@ class Status(NamedTuple):
     standing: Standing
     text: str
     """The call that it made instead of this collective, else its current activity; with the user's line."""
+    blocked_in: tuple[int, int] = (0, 0)
+    """Context and number of the collective in which it is blocked. Zeros unless it is."""
 
 
-def status_of(recorder: FlightRecorder, question: Question) -> Status:
-    """Answers a question from a rank's flight recorder."""
+def status_of(recorder: FlightRecorder, question: Question, asking: int | None = None) -> Status:
+    """Answers a question from a rank's flight recorder.
+
+    Args:
+        recorder: record of the rank that answers.
+        question: the question.
+        asking: the rank that asks. None: no answer says that a program waits for it.
+    """
     flight = recorder.find(question.context, question.sequence)
     if flight is not None and flight.signature != question.signature:
         return Status(Standing.DIVERGED, flight.with_marks())
     latest = recorder.latest(question.context)
     if latest is None or latest.sequence < question.sequence:
-        is_elsewhere = any(each.sequence and each.context != question.context for each in recorder.under_way())
-        standing = Standing.ELSEWHERE if is_elsewhere else Standing.BEFORE
+        others = [each for each in recorder.under_way() if each.sequence and each.context != question.context]
+        for each in others:
+            if asking is not None and each.watch is not None and each.watch.blocks_for(asking):
+                return Status(Standing.BLOCKED, f"in {each}", (each.context, each.sequence))
+        standing = Standing.ELSEWHERE if others else Standing.BEFORE
     elif flight is not None and (flight.ended is None or flight.error):
         standing = Standing.SAME
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -52,6 +53,10 @@ class Lateness(Protocol):
 
     def describe_peers(self, seconds: float) -> Timeout:
         """Asks the other ranks where they are, for some seconds at most; returns an error that says so."""
+        ...
+
+    def is_of(self, flight: OperationRecord) -> bool:
+        """Whether the operation is that of a record."""
         ...
 
 
@@ -215,6 +220,18 @@ class Work(Generic[T]):
     def __repr__(self) -> str:
         state = "under way" if not self.has_ended else "failed" if self._error else "done"
         return f"<Work {self.description}: {state}>"
+
+
+def is_waited_for(flight: OperationRecord) -> bool:
+    """Whether the thread that began an operation waits for its Work."""
+    frame = sys._current_frames().get(flight.thread)
+    while frame is not None:
+        if frame.f_code is Work.wait.__code__:
+            work = frame.f_locals["self"]
+            if work.flight is flight or (work.lateness is not None and work.lateness.is_of(flight)):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def end_with(flight: OperationRecord, result: object, error: BaseException | None = None) -> None:

@@ -13,6 +13,7 @@ from echelon.backends.status import Question
 from echelon.backends.work import Work
 from echelon.collectives.calls.hang_diagnosis import ANSWER_SECONDS, WARN_SECONDS, silence
 from echelon.errors import PeerFailed, Timeout
+from echelon.operation_records import OperationRecord
 
 T = TypeVar("T")
 
@@ -117,6 +118,10 @@ class MessageLateness:
     def patience(self) -> float:
         """Returns 0: a message has no timeout of its own."""
         return 0.0
+
+    def is_of(self, flight: OperationRecord) -> bool:  # noqa: ARG002
+        """Returns False: a message is no collective."""
+        return False
 
     def describe_peers(self, seconds: float) -> Timeout:
         """Queries the group's ranks and returns an error that describes them. Blocks for at most 2 s."""

@@ -472,6 +472,10 @@ class Lateness:
         left = begun + self._timeout - self._backend.now()
         return left + ANSWER_SECONDS + _SLACK_SECONDS if left < _SLACK_SECONDS else 0.0
 
+    def is_of(self, flight: OperationRecord) -> bool:
+        """Whether the work waits for a collective."""
+        return self._find() is flight
+
     def describe_peers(self, seconds: float) -> Timeout:
         """Queries all ranks of the group and returns an error that describes them. Blocks for at most 2 s."""
         record = self._find()

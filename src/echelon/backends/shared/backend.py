@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from echelon.backends.base import Backend
-from echelon.backends.collective import CollectiveExecutor
+from echelon.backends.collective import CollectiveExecutor, wait_and_look
 from echelon.backends.connect.members import machine_id
 from echelon.backends.formats import memory_layout
 from echelon.backends.formats.wire import Tag
@@ -107,7 +107,12 @@ class SharedMemoryBackend(Backend):
             for rank in others:
                 self.messages.send(torch.tensor([offset], device="cpu"), rank, tag, call.deadline - time.monotonic())
         else:
-            offset = int(self.messages.recv(first, tag, timeout=call.deadline - time.monotonic()).item())
+            work = self.messages.irecv(first, tag)
+            try:
+                offset = int(wait_and_look(work, first, call, self.now).item())
+            except BaseException:
+                self.messages.cancel(work)
+                raise
         return self.segment.map(offset, size)
 
     # The end

@@ -6,6 +6,7 @@ ProtocolError.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -21,6 +22,10 @@ MAX_REVOKED_CONTEXTS = 16_384
 """Number of groups that one peer may revoke. Each is remembered for good, in up to 4 KiB."""
 MAX_UNSENT_WORDS = 4_096
 """Number of control frames that may wait for a peer that goes on asking questions. Each takes up to 2 KiB."""
+
+
+_BLOCKED = re.compile(r"([0-9a-f]{1,16}):([0-9a-f]{1,16}) (.*)", re.DOTALL)
+"""Note of an answer: context and number of a collective, and its text."""
 
 
 class StatusQuery:
@@ -142,14 +147,24 @@ class ControlFrames:
                 f"rank {rank} sends queries, but has not read the last {MAX_UNSENT_WORDS} answers: "
                 "it does not speak this protocol"
             )
-        status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step))
+        status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step), rank)
+        note = status.text
+        if status.standing == Standing.BLOCKED:
+            context, sequence = status.blocked_in
+            note = f"{context:x}:{sequence:x} {note}"
         kind = wire.FrameKind.ANSWER
-        self._peers.tell(wire.Frame(kind, frame.context, frame.sequence, status.standing, note=status.text), [rank])
+        self._peers.tell(wire.Frame(kind, frame.context, frame.sequence, status.standing, note=note), [rank])
 
     def _on_answer(self, rank: int, frame: wire.Frame) -> None:
         if frame.step not in list(Standing):
             raise ProtocolError(f"answer of unknown kind {frame.step}: the peer does not speak this protocol")
         status = Status(Standing(frame.step), frame.note)
+        if status.standing == Standing.BLOCKED:
+            found = _BLOCKED.fullmatch(frame.note)
+            if found is None:
+                raise ProtocolError("answer without the collective in it: the peer does not speak this protocol")
+            context, sequence, text = found.groups()
+            status = Status(status.standing, text, (int(context, 16), int(sequence, 16)))
         for query in self._queries:
             if query.question[:2] == (frame.context, frame.sequence):
                 query.take(rank, status)

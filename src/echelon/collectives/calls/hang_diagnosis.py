@@ -1,17 +1,21 @@
 """Hang diagnosis of a collective: do all ranks make the same calls, and which rank is behind?
 
 Strategy. A waiting rank queries the rank that it waits for, after a second and then at doubling intervals. If the peer
-has called another operation in its place, or has finished it, the awaited message will never come. At the timeout all
-ranks are queried, so that the error names the rank that is behind, not a rank that itself waits for it.
+has called another operation in its place, or has finished it, the awaited message will never come. The same holds if
+the peer's program waits for this rank in a collective of another group, which this rank has not called, while this
+rank's program waits here: both by their main threads, which alone call collectives. At the timeout all ranks are
+queried, so that the error names the rank that is behind, not a rank that itself waits for it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident, main_thread
 
 from echelon.backends.base import Backend
 from echelon.backends.status import Question, Standing, Status
+from echelon.backends.work import is_waited_for
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
 from echelon.operation_records import OperationRecord
 from echelon.wording import listed
@@ -22,16 +26,18 @@ ANSWER_SECONDS = 2.0
 """Time for a rank to answer a query."""
 WARN_SECONDS = 60.0
 """Interval of warnings during a wait. The first comes after this time."""
+_SOON_SECONDS = 2.0
+"""Interval of checks while the awaited rank is in a collective of another group."""
 # Number of ranks that an error describes; of further ranks it gives only the number.
 _NAMED = 4
-_BEHIND = (Standing.BEFORE, Standing.ELSEWHERE)
+_BEHIND = (Standing.BEFORE, Standing.ELSEWHERE, Standing.BLOCKED)
 _ADVICE = "every rank must call the same operations in the same order with the same arguments"
 
 
 class HangDiagnosis:
     """Watchdog of one collective on this rank."""
 
-    __slots__ = ("_backend", "_begun", "_flight", "_ranks", "next_check_at")
+    __slots__ = ("_awaited", "_backend", "_begun", "_flight", "_is_called_here", "_ranks", "next_check_at")
 
     def __init__(self, backend: Backend, ranks: Sequence[int], flight: OperationRecord, begun: float) -> None:
         """Starts to watch a collective.
@@ -46,6 +52,10 @@ class HangDiagnosis:
         self._ranks = ranks
         self._flight = flight
         self._begun = begun
+        self._awaited = -1
+        """Rank that this rank waited for when it looked last."""
+        self._is_called_here = False
+        """Whether the thread that called the collective runs it, as without async_op."""
         self.next_check_at = begun + backend.query_peers_after
         """Time of the next check, in the backend's time."""
 
@@ -57,8 +67,9 @@ class HangDiagnosis:
             has_come: Returns whether the awaited message has come meanwhile.
 
         Raises:
-            CollectiveMismatch: the rank makes other calls than this one.
+            CollectiveMismatch: the rank makes other calls than this one, or waits for this rank in another group.
         """
+        self._awaited, self._is_called_here = peer, get_ident() == self._flight.thread
         # Intervals double up to a minute: a short wait is diagnosed early, and a long one costs few queries.
         waited = self._backend.now() - self._begun
         self.next_check_at = self._begun + (2 * waited if 2 * waited <= WARN_SECONDS else _whole_minutes(waited) + 60)
@@ -70,11 +81,37 @@ class HangDiagnosis:
             return
         if status.standing == Standing.DIVERGED:
             raise self.disagreement(peer)
+        if status.standing == Standing.ELSEWHERE:  # it may find only at its own next check that it waits for this rank
+            self.next_check_at = min(self.next_check_at, self._backend.now() + _SOON_SECONDS)
+        if status.standing == Standing.BLOCKED and self._is_deadlock(status):
+            raise CollectiveMismatch(
+                f"{self._mine()} waits for rank {peer}, which waits for this rank {status.text}: make the same calls "
+                "in the same order on every rank, in all groups together"
+            )
         if status.standing == Standing.PAST:
             raise CollectiveMismatch(
                 f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
                 f"the awaited message: choose the same algorithm on every rank, and {_ADVICE}"
             )
+
+    def blocks_for(self, rank: int) -> bool:
+        """Whether the program makes no other call until a rank has taken part in this collective.
+
+        False if it cannot be known, as where other threads than the main one call collectives.
+        """
+        flight = self._flight
+        return (
+            self._awaited == rank
+            and flight.thread == main_thread().ident
+            and self._backend.flight_recorder.callers() == {flight.thread}
+            and (self._is_called_here or is_waited_for(flight))
+        )
+
+    def _is_deadlock(self, status: Status) -> bool:
+        """Whether this rank cannot call the collective in which the awaited rank waits for it."""
+        context, sequence = status.blocked_in
+        latest = self._backend.flight_recorder.latest(context)
+        return (latest is None or latest.sequence < sequence) and self.blocks_for(self._awaited)
 
     def disagreement(self, peer: int, theirs: str = "", detail: str = "") -> CollectiveMismatch:
         """Returns the error for a rank that makes other calls, with the first call in which the two differ.
@@ -132,7 +169,7 @@ class HangDiagnosis:
             details = "; ".join(f"rank {rank} is {statuses[rank].text}" for rank in there[:_NAMED])
             return Timeout(f"waited {waited:.1f} s, though all ranks have called it: {details}")
         rest = f"; {listed(there)} {'has' if len(there) == 1 else 'have'} called it" if there else ""
-        if any(statuses[rank].standing == Standing.ELSEWHERE for rank in behind):
+        if any(statuses[rank].standing != Standing.BEFORE for rank in behind):
             rest += ": use groups in the same order on every rank, if these wait for each other"
         text = f"waited {waited:.1f} s for {'; and for '.join(culprits)}{rest}"
         return Timeout(text, tuple(sorted([*behind, *silent])))
