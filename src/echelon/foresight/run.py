@@ -33,6 +33,14 @@ from echelon.timeline.timeline import LazySequence, Level, Timeline
 from echelon.wording import with_article
 
 _CAPABILITIES = {"ampere": (8, 0), "hopper": (9, 0)}
+_PRODUCTS = {
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "a100-40g": "NVIDIA A100-SXM4-40GB",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h100-500w": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+}
+"""Names of GPUs as `torch.cuda.get_device_name` gives them, by which scripts find the peak for their MFU."""
 _GIB = 1 << 30
 _MOST_AT_ONCE = 8
 """Most ranks that are timed at once with real tensors, as ranks of one host share its processors and its memory."""
@@ -384,7 +392,12 @@ def _device(gpu: str | Device) -> Device:
 def _facts_of(device: Device) -> Gpu | None:
     if device.is_synchronous:
         return None
-    return Gpu(device.name, device.memory_bytes, _CAPABILITIES.get(device.generation, (8, 0)), device.num_sms)
+    return Gpu(
+        _PRODUCTS.get(device.name, device.name),
+        device.memory_bytes,
+        _CAPABILITIES.get(device.generation, (8, 0)),
+        device.num_sms,
+    )
 
 
 def _where(trace: Trace, storage: Allocate) -> str:

@@ -217,6 +217,8 @@ SMALL_HEAD = 0.9
 def attention_seconds(device: Device, dtype: str, flops: float, queries: int, keys: int, head_dim: int) -> float:
     """Returns the time of fused attention. `flops` leaves masked parts out."""
     length = min(queries, keys)
+    if length < 1:
+        return device.kernel_seconds
     share = device.attention_share * length / (length + HALF_LENGTH)
     if head_dim <= 64:
         share *= SMALL_HEAD

@@ -27,6 +27,8 @@ class RunSpan(NamedTuple):
     stream: int
     start: float
     end: float
+    launching: float = 0.0
+    """Part of the time in which no kernel runs, since the host has not launched the next one yet."""
 
 
 class CommunicationSpan(NamedTuple):
@@ -119,12 +121,13 @@ class PlayedRole:
         if not self.seconds:
             return Shares(dict.fromkeys(self.kernel_seconds, 0.0), 0.0, 0.0, 0.0, 0.0)
         computing = sum(end - start for start, end in self.computing)
-        contention = max(0.0, computing - sum(self.kernel_seconds.values()))
+        besides_kernels = max(0.0, computing - sum(self.kernel_seconds.values()))
+        launching = min(besides_kernels, sum(run.launching for run in self.runs))
         exposed = sum(self.exposed.values())
         waiting = max(0.0, min(self.waiting, self.seconds - computing - exposed))
-        idle = max(0.0, self.seconds - computing - exposed - waiting)
+        idle = launching + max(0.0, self.seconds - computing - exposed - waiting)
         kernels = {kind: seconds / self.seconds for kind, seconds in self.kernel_seconds.items()}
-        return Shares(kernels, *(part / self.seconds for part in (contention, exposed, waiting, idle)))
+        return Shares(kernels, *(part / self.seconds for part in (besides_kernels - launching, exposed, waiting, idle)))
 
     @cached_property
     def exposed(self) -> Mapping[Exposed, float]:

@@ -361,7 +361,8 @@ class _Player:
             self._at(kernels.end, _END, kernels)
             return False
         line.time = max(start + run.seconds, issued + run.least)
-        role.runs.append(RunSpan(run.entries, run.stream, start, line.time))
+        launching = line.time - start - run.seconds
+        role.runs.append(RunSpan(run.entries, run.stream, start, line.time, launching))
         self._at(line.time - run.seconds, _STREAM_BEGIN, role)
         self._at(line.time, _STREAM_END, role)
         return True
@@ -371,7 +372,7 @@ class _Player:
         line = role.streams[DEFAULT_STREAM]
         role.kernels = None
         line.time = max(self._now, kernels.issued + run.least)
-        role.runs.append(RunSpan(run.entries, run.stream, kernels.start, line.time))
+        role.runs.append(RunSpan(run.entries, run.stream, kernels.start, line.time, line.time - self._now))
         assert line.backlog is not None
         line.backlog.popleft()
         self._woken.append((role, line))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from echelon._torch_private.tensors import FakeTensor, real_tensors
+from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.placement import FACTORIES, MOVES, is_gpu
 from echelon.foresight.trace import HostWait
@@ -199,6 +199,27 @@ def _address(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return int(func(*args, **kwargs))
 
 
+def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies a tensor for `copy.deepcopy`, which would ask for the address of its values."""
+    tensor, memo = args
+    if not isinstance(tensor, FakeTensor):
+        return func(*args, **kwargs)
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            copy: Tensor = tensor.clone(memory_format=torch.preserve_format)
+        if (known := known_value(tensor)) is not None:
+            with real_tensors():
+                set_known_value(copy, known.clone())
+        if isinstance(tensor, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, tensor.requires_grad)
+        elif tensor.is_floating_point():
+            copy.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copy.grad = _copied(func, (tensor.grad, memo), kwargs)
+        memo[id(tensor)] = copy
+    return memo[id(tensor)]
+
+
 def _histogram(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Counts integers as floating-point numbers, since torch counts integers only on GPUs."""
     tensor, *others = args
@@ -323,6 +344,7 @@ _READS: dict[str, _Special] = {
     "__array__": _array,
     "__format__": _formatted,
     "data_ptr": _address,
+    "__deepcopy__": _copied,
 }
 """Functions of torch that depend on values or addresses of a tensor, by name."""
 

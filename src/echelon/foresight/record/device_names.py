@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -18,9 +18,11 @@ from echelon._torch_private.autograd import backward_with
 from echelon._torch_private.distributed import batches_noted, ddp_checks_by, objects_packed_by
 from echelon._torch_private.modules import devices_as_on_gpu, optimizers_as_on_gpu
 from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
+from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
 from echelon.foresight.record.device import OnDevice, OnHost, check_gpu, mapped
 from echelon.foresight.record.here import Recording, recording_here
+from echelon.foresight.record.sync_batch_norm import batch_norm_on_gpu
 
 
 class Gpu(NamedTuple):
@@ -59,9 +61,15 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
                 replace(torch.cuda.nvtx, name, _nothing)
             replace(torch.cuda.nccl, "version", _returning((2, 27, 5)))
+            replace(torch.version, "cuda", "12.8")
+            replace(torch.backends.cudnn, "is_available", _returning(True))
+            replace(torch.Tensor, "record_stream", _nothing)
+            replace_all(torch.cuda.memory, {"_record_memory_history": _nothing, "_dump_snapshot": _nothing})
+            replace(torch.cuda, "CUDAGraph", _no_graphs)
             replace(dist, "is_nccl_available", _returning(True))
             replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__))
             replace(DistributedDataParallel, "__init__", _without_devices(DistributedDataParallel.__init__))
+            stack.enter_context(batch_norm_on_gpu())
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
         mode = OnDevice if gpu is not None else OnHost
@@ -87,6 +95,10 @@ def _is_recorded_here() -> bool:
 
 def _nothing(*_: object, **__: object) -> None:
     """Does nothing."""
+
+
+def _no_graphs(*_: object, **__: object) -> NoReturn:
+    raise UnsupportedOp("CUDA graphs are not foreseen: foresee the script without them, which shows the launches")
 
 
 def _begin_batch(size: int) -> None:
@@ -319,10 +331,14 @@ def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
         if recording_here() is None:
             return original(module, function, recurse)
         parameters = module._parameters
-        for each in parameters.values():
+        for name, each in parameters.items():
             if isinstance(each, FakeTensor):
                 with torch.no_grad():
-                    move_fake(each, function(each))
+                    moved = function(each)
+                    if each.fake_device.type == "meta":  # as torch: it has no memory that could be replaced
+                        parameters[name] = torch.nn.Parameter(moved, each.requires_grad)
+                        continue
+                    move_fake(each, moved)
                     if each.grad is not None:
                         move_fake(each.grad, function(each.grad))
         module._parameters = {name: each for name, each in parameters.items() if not isinstance(each, FakeTensor)}

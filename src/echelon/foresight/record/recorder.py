@@ -21,6 +21,7 @@ from echelon._torch_private.tensors import (
     without_functions,
 )
 from echelon.call_site import is_own
+from echelon.errors import UnsupportedOp
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.here import Recording
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
@@ -58,6 +59,10 @@ _OWN_ON_HOST = tuple(
 _OWN_MEMORY = os.path.join(os.sep, "echelon", "backends", "memory.py")
 """File of this package that makes tensors for others."""
 _RECORDING = os.path.join(os.sep, "echelon", "foresight", "")
+_INITIALIZATION = os.path.join(os.sep, "torch", "nn", "init.py")
+"""File of torch that draws weights again, as long as one of them is out of bounds."""
+_MOST_READS = 5_000
+"""Flags that one line may read in a row."""
 _SMALL = 1 << 16
 """Elements up to which real tensors stay real in an operation that takes no fake one."""
 
@@ -73,6 +78,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self._results = FakeResults()
         self._of_overflow: set[int] = set()
         """Storages that say whether values are infinite or not a number. They are assumed to be 0 or false."""
+        self._reads = (-1, 0)
+        """Line of the program that has read a flag last, and how often in a row."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +98,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         if facts.role == "view":
             out = self._results.run(func, args, kwargs)
-            if self.routing.concerns(func, inputs, False):
+            if facts.name == "lift_fresh" and not isinstance(args[0], FakeTensor):
+                self.routing.wrote(out, args[0])  # the numbers of torch.tensor
+            elif self.routing.concerns(func, inputs, False):
                 self.routing.follow(func, inputs, (), args, kwargs, out)
             return out
         if facts.role == "allocation":
@@ -123,11 +132,25 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             with real_tensors():
                 return value.item()
         number = self.memory.number(args[0])
+        if args[0].dtype == torch.bool:
+            if _of_initialization():
+                return False
+            self._count_reads()
         if number in self._of_overflow:
             log.assume("no value is infinite or not a number")
         else:
             log.assume(f"a value of a tensor is {'true' if args[0].dtype == torch.bool else 1}")
         return self._assumed(args[0].dtype, number)
+
+    def _count_reads(self) -> None:
+        """Counts the flags that one line reads in a row. Raises UnsupportedOp if it seems to be a loop without end."""
+        place = self.log.place()
+        self._reads = (place, self._reads[1] + 1 if self._reads[0] == place else 1)
+        if self._reads[1] > _MOST_READS:
+            raise UnsupportedOp(
+                f"a loop at {self.log.line()} goes on for {_MOST_READS:,} rounds, since values of recorded tensors are "
+                "assumed to be true: let it end by a number of rounds, too"
+            )
 
     def _assumed(self, dtype: torch.dtype, number: int) -> object:
         kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
@@ -247,6 +270,14 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
     if path.endswith(_REPLICAS):
         return kwargs.get("dtype") in _INTEGERS
     return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
+
+
+def _of_initialization() -> bool:
+    """Whether torch's initialization of weights reads a value."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and (is_own(path := frame.f_code.co_filename) or path.endswith((*_BETWEEN, "_tensor.py"))):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.endswith(_INITIALIZATION)
 
 
 def _of_own(frame: FrameType | None) -> str | None:

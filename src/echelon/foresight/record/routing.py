@@ -55,6 +55,12 @@ _FILLS: Mapping[Any, Callable[[Sequence[int], Sequence[Any]], Tensor]] = {
     _aten.arange.start_step: lambda _, args: torch.arange(*args),
 }
 """Operators that make tensors of known integers: functions of the shape and the arguments that make them."""
+_DRAWS: Mapping[Any, Callable[[Sequence[int], Sequence[Any]], Tensor]] = {
+    _aten.randint.default: lambda shape, args: _spread(shape, 0, args[0]),
+    _aten.randint.low: lambda shape, args: _spread(shape, args[0], args[1]),
+    _aten.randperm.default: lambda shape, _: _spread(shape, 0, math.prod(shape)),
+}
+"""Operators that draw integers: functions that spread them evenly over their range."""
 _ASSUMED: Mapping[Any, tuple[str, Callable[[Tensor], Tensor]]] = {
     _aten.nonzero.default: ("all elements are chosen", torch.ones_like),
     _aten._unique2.default: ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
@@ -84,6 +90,14 @@ class _Known(NamedTuple):
     is_chosen: bool
     """Whether they follow from a choice, and not only from numbers that the program wrote."""
     holder: weakref.ref[Tensor]
+
+
+def _spread(shape: Sequence[int], low: int, high: int) -> Tensor:
+    """Returns integers from `low` up to `high`, each as often as the others, and neighbours apart."""
+    size = max(1, high - low)
+    # The golden ratio of the range, made coprime to it: equal values are as far apart as they can be.
+    step = next(each for each in range(max(1, round(size * 0.618)), 2 * size + 2) if math.gcd(each, size) == 1)
+    return (torch.arange(math.prod(shape)) % size * step % size + low).reshape(list(shape))
 
 
 class _UnknownError(Exception):
@@ -161,11 +175,17 @@ class Routing:
             raise _UnknownError
         return value
 
+    def wrote(self, tensor: Tensor, value: Tensor) -> None:
+        """Notes the values of a tensor that the program makes of its own numbers."""
+        if not value.dtype.is_floating_point and value.numel() <= _FEW:
+            with real_tensors():
+                self._set(tensor, value.detach().clone(), is_chosen=False)
+
     # Operations
 
     def concerns(self, func: Any, inputs: Sequence[Tensor], writes: bool) -> bool:
         """Whether `follow` has something to do after an operation."""
-        if func in _CHOICES or func in _FILLS or (writes and self._filled):
+        if func in _CHOICES or func in _FILLS or func in _DRAWS or (writes and self._filled):
             return True
         return bool(self._values) and any(id(each) in self._values for each in inputs)
 
@@ -186,6 +206,9 @@ class Routing:
             self._choose(_CHOICES[func], args, kwargs, out)
         elif func in _FILLS:
             self._fill(partial(_FILLS[func], list(out.shape), args), out)
+        elif func in _DRAWS and not out.dtype.is_floating_point and out.numel() <= _FEW:
+            with real_tensors():
+                self._set(out, _DRAWS[func](list(out.shape), args).to(out.dtype), is_chosen=True)
         elif written and self._filled:
             self.drop(written)
 
