@@ -119,6 +119,7 @@ def test_a_loop_that_goes_by_values_is_refused_at_its_line():
 
 
 def captures():
+    assert torch.cuda.CUDAGraph | None  # as in annotations of libraries
     torch.cuda.CUDAGraph()
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -65,7 +65,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             replace(torch.backends.cudnn, "is_available", _returning(True))
             replace(torch.Tensor, "record_stream", _nothing)
             replace_all(torch.cuda.memory, {"_record_memory_history": _nothing, "_dump_snapshot": _nothing})
-            replace(torch.cuda, "CUDAGraph", _no_graphs)
+            replace(torch.cuda, "CUDAGraph", _NoGraph)
             replace(dist, "is_nccl_available", _returning(True))
             replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__))
             replace(DistributedDataParallel, "__init__", _without_devices(DistributedDataParallel.__init__))
@@ -97,8 +97,11 @@ def _nothing(*_: object, **__: object) -> None:
     """Does nothing."""
 
 
-def _no_graphs(*_: object, **__: object) -> NoReturn:
-    raise UnsupportedOp("CUDA graphs are not foreseen: foresee the script without them, which shows the launches")
+class _NoGraph:
+    """Replacement of `torch.cuda.CUDAGraph`, which libraries use in annotations, too."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise UnsupportedOp("CUDA graphs are not foreseen: foresee the script without them, which shows the launches")
 
 
 def _begin_batch(size: int) -> None:
