@@ -344,7 +344,7 @@ def test_ranks_that_disagree_all_raise(run, tmp_path):
     one = "pass the same on all ranks"
     told = "CheckpointError: rank 1"
     for rank, (*errors, steps) in enumerate(run(disagree, 2, str(tmp_path))):
-        broken = [f"{told} cannot take part in the checkpoint: ValueError: no state", f"{told}: ValueError: no"]
+        broken = [f"{told} cannot take part in the checkpoint: ValueError: no state", f"{told}: ValueError: no state"]
         assert errors == [
             *(["ValueError: no\nstate"] * 2 if rank else broken),
             f"InvalidArgument: rank 1 loads step=1 and rank 0 step=None: {one}",
