@@ -18,9 +18,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import save
+from torch.distributed.checkpoint import load as load_distributed
 from torch.distributed.checkpoint import save as save_distributed
 
 from echelon import UnsupportedOp
@@ -67,7 +70,6 @@ def test_writes_are_skipped_and_listed(folder):
         "torch.save",
         "safetensors.torch.save_file",
         "torch.distributed.checkpoint.save",
-        "os.remove",
         f"a write of {folder / 'log.txt'}",
         f"a write of {folder / 'notes.txt'}",
         f"a write of {folder / 'log.txt'}",
@@ -307,3 +309,119 @@ def test_functions_are_as_before():
     assert {(owner.__name__, name): getattr(owner, name) for owner, name in names if name != "environ"} == before
     assert remove_by_name is os.remove
     assert sys.modules["builtins"].open is io.open
+
+
+def _saved_and_loaded(folder, save, load):
+    """Saves on rank 0 and loads on all ranks, as PyTorch's tutorial of DDP does."""
+    programs.begin()
+    rank = dist.get_rank()
+    model, path = programs.Mlp().cuda(), folder / "model"
+    assert not path.exists()
+    if rank == 0:
+        save({"model": model.state_dict(), "steps": 3}, f"{path}.new")
+        os.replace(f"{path}.new", path)
+        assert path.is_file()
+    else:
+        assert not path.exists()
+    dist.barrier()
+    assert path.is_file()
+    found = load(path)
+    model.load_state_dict(found["model"])
+    assert found["steps"] == 3
+    dist.barrier()
+    if rank == 0:
+        path.unlink()
+        assert not path.exists()
+
+
+def _save(state, path):
+    torch.save(state, path)  # found here, since the function is replaced while a program is recorded
+
+
+def _save_into_file(state, path):
+    with open(path, "wb") as file:
+        torch.save(state, file)
+
+
+def _load_from_file(path):
+    with open(path, "rb") as file:
+        return torch.load(file)
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (_save, lambda path: torch.load(path, map_location={"cuda:0": "cuda:1"}, weights_only=True, mmap=True)),
+        (_save_into_file, _load_from_file),
+    ],
+    ids=["a path", "an open file"],
+)
+def test_all_ranks_load_a_checkpoint_that_rank_0_has_saved(save, load, tmp_path):
+    traces = record(_saved_and_loaded, 2, (0, 1), args=(tmp_path, save, load))
+    assert not any(trace.assumptions for trace in traces.values())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("allows", [False, True])
+def test_ranks_in_child_processes_load_it_too(allows, tmp_path):
+    request = Request(_saved_and_loaded, rank_call(_saved_and_loaded, (tmp_path, _save, _load_from_file)), (0,) * 32)
+    turns = iter([[0], [5, 31]])
+    found = record_in_turn(request._replace(allow_writes=allows), lambda _: next(turns, [])).traces
+    assert sorted(found) == [0, 5, 31]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_finds_no_checkpoint_of_the_future(tmp_path):
+    def program():
+        programs.begin()
+        dist.barrier()
+        with pytest.raises(FileNotFoundError):
+            torch.load(tmp_path / "model.pt")
+        dist.barrier()
+        torch.save(dist.get_rank(), tmp_path / "model.pt")
+        assert torch.load(tmp_path / "model.pt") == dist.get_rank()
+
+    record(program, 2, (0, 1))
+
+
+def test_files_of_safetensors_are_read_back_as_shapes(tmp_path):
+    def program():
+        programs.begin()
+        model = programs.Mlp().cuda()
+        save_file(model.state_dict(), tmp_path / "a.safetensors")
+        save_model(model, tmp_path / "b.safetensors")
+        model.load_state_dict(load_file(tmp_path / "a.safetensors"))
+        load_model(model, tmp_path / "b.safetensors")
+
+    assert len(record(program, 1)[0].skipped) == 2
+
+
+@pytest.mark.parametrize(
+    ("save", "load", "message"),
+    [
+        (
+            lambda path: torch.save(lambda: 1, path),
+            lambda path: torch.load(path),
+            r"torch.load of .* at .*: torch.save at .*:\d+ was skipped",
+        ),
+        (
+            lambda path: save_distributed({"a": torch.ones(2)}, checkpoint_id=path),
+            lambda path: load_distributed({"a": torch.ones(2)}, checkpoint_id=path),
+            "torch.distributed.checkpoint.load of .*: torch.distributed.checkpoint.save at .* was skipped",
+        ),
+        (
+            lambda path: save_file({"a": torch.ones(2)}, path),
+            lambda path: safe_open(path, "pt"),
+            "safetensors.safe_open of .*: the script wrote it, and it cannot be read back",
+        ),
+    ],
+    ids=["a function", "distributed", "opened"],
+)
+def test_a_checkpoint_that_cannot_be_given_back_is_named(save, load, message, tmp_path):
+    def program():
+        programs.begin()
+        save(tmp_path / "model")
+        load(tmp_path / "model")
+
+    with pytest.raises(UnsupportedOp, match=message):
+        record(program, 1)

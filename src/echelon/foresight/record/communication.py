@@ -271,6 +271,7 @@ def _collective(name: str, form: _Form) -> Callable[..., Any]:
         if (recording := recording_here()) is None:
             with real_tensors():
                 return run()
+        recording.log.num_of_all += len(self.ranks) == _recording_backend(self.group).world_size
         with recording.log.call(form.kind) as made:
             if any(isinstance(each, FakeTensor) for each in _tensors(args)):
                 return self.record_collective(recording, form, args, options)
@@ -347,6 +348,7 @@ def functional_collective(
         words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
         group = resolve_process_group(words[-1])
         assert isinstance(group, RecordedGroup), "every group of a recorded rank is one"
+        log.num_of_all += len(group.ranks) == _recording_backend(group.group).world_size
         phase, place, module = log.where(inputs)
         entry = Collective(
             stream=log.stream,

@@ -130,6 +130,7 @@ class ExchangeExecutor(CollectiveExecutor):
         recording = recording_here()
         if recording is None:
             return self._meet(collective, record, tensor, out)
+        recording.log.num_of_all += len(self._ranks) == self._backend.world_size
         with recording.log.call(collective.kind) as made:
             if made.is_answered:
                 with real_tensors():

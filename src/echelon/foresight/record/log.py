@@ -95,6 +95,8 @@ class Log:
         self.new_stream = Counter()
         self.num_exchanged = 0
         """Collectives and messages so far whose real values ranks have exchanged."""
+        self.num_of_all = 0
+        """Number of collectives of all ranks so far. A call that consists of two counts twice, on every rank."""
         self._batch, self._num_left_in_batch = -1, 0
         self._num_groups: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._place_of: dict[tuple[CodeType, int], int] = {}

@@ -30,6 +30,13 @@ class Overlay:
             parent, rest = above, os.path.join(name, rest) if rest else name
         return os.path.join(found, rest) if rest else found
 
+    def origin(self, real: str) -> str | None:
+        """Returns the path of the program that is mapped to a path. None if there is none."""
+        for path, mapped in self._paths.items():
+            if real == mapped or real.startswith(os.path.join(mapped, "")):
+                return path + real.removeprefix(mapped)
+        return None
+
     def put(self, path: str, real: str) -> None:
         """Maps a path of the program to another one."""
         self._paths[os.path.abspath(path)] = real

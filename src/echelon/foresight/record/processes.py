@@ -31,6 +31,7 @@ from echelon._torch_private.tensors import real_tensors
 from echelon.backends.memory import as_bytes
 from echelon.foresight.packed import packed, unpacked
 from echelon.foresight.record.mail import Line, Mail, Route
+from echelon.foresight.record.saved import Checkpoint
 from echelon.foresight.trace import Trace
 from echelon.simulation.process.random_state import cores_of_thread
 
@@ -43,6 +44,8 @@ class Recorded(NamedTuple):
 
     trace: Trace
     facts: Facts
+    saved: Sequence[Checkpoint]
+    """Checkpoints that it has saved."""
 
 
 class _Child(NamedTuple):
@@ -124,8 +127,9 @@ class Children:
             _import(rest[0])
         else:
             child = self._children.pop(line)
-            found[child.rank] = Recorded(unpacked(rest[0]), dict(rest[1]))
-            self._printed[child.rank] = rest[2]
+            saved = [Checkpoint(*each) for each in rest[2]]
+            found[child.rank] = Recorded(unpacked(rest[0]), dict(rest[1]), saved)
+            self._printed[child.rank] = rest[3]
             line.close()
             waitpid(child.pid, 0)
 
@@ -164,7 +168,9 @@ class Children:
                 to_parent.tell_modules()
                 _flush()
                 printed = [_content(file.fileno()) for file in (out, errors)]
-                line.send_bytes(marshal.dumps(("trace", packed(found.trace), list(found.facts.items()), printed)))
+                saved = [tuple(each) for each in found.saved]
+                told = ("trace", packed(found.trace), list(found.facts.items()), saved, printed)
+                line.send_bytes(marshal.dumps(told))
             status = 0
         finally:
             # Without the parent's exit functions, and without its `finally` blocks.

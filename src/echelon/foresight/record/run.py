@@ -40,6 +40,7 @@ from echelon.foresight.record.processes import Children, Recorded, can_fork, has
 from echelon.foresight.record.recorder import Recorder
 from echelon.foresight.record.repeats import NotRepeated, Repeats, can_repeat, microbatches_repeated
 from echelon.foresight.record.routing import Routing
+from echelon.foresight.record.saved import Saved
 from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
 from echelon.foresight.record.until import Until
 from echelon.foresight.record.writes import no_writes
@@ -185,7 +186,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
                 run.calls.replaced(),
                 device_names(request.hosts.count(0), request.gpu),
                 steps_noted(run.steps_here),
-                no_writes(allow_files=request.allow_writes),
+                no_writes(run.saved, allow_files=request.allow_writes),
                 loading_here(),
                 not_compiled(),
                 nullcontext() if request.full or not can_repeat() else microbatches_repeated(),
@@ -234,6 +235,7 @@ class _Run:
         self._failures: list[RankFailure] = []
         self._backends: list[RecordingBackend] = []
         self._exchange = Exchange(self._start, self._started.__contains__)
+        self.saved = Saved()
         self._num_left = 0
         self._may_fork = not has_device_threads()
         self._in_children: set[int] = set()
@@ -301,6 +303,8 @@ class _Run:
             return False
         self._started.update(found)
         self._in_children.update(found)
+        for _, each in sorted(found.items()):
+            self.saved.add(each.saved)
         self.traces.update((rank, each.trace) for rank, each in found.items())
         return True
 
@@ -325,10 +329,11 @@ class _Run:
     def _record_alone(self, rank: int) -> Recorded:
         """Records one rank in a child process."""
         self._is_child = True
+        self.saved.take_new()
         self._record([rank])
         if self._exchange.undelivered.is_used:
             raise _NotAlone
-        return Recorded(self.traces[rank], self._exchange.facts(rank))
+        return Recorded(self.traces[rank], self._exchange.facts(rank), self.saved.take_new())
 
     def _have_equal_values(self, found: Iterable[Recorded]) -> bool:
         """Whether all ranks have contributed equal values to collectives, so that none misses values of others."""

@@ -19,25 +19,26 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import nn
 
 from echelon.call_site import is_foreign
 from echelon.checkpoint.saving import Handle
 from echelon.checkpoint.store import Store
+from echelon.errors import UnsupportedOp
 from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.overlay import Scratch
+from echelon.foresight.record.saved import Checkpoint, Saved
 
 _CHANGES = (
     "mkfifo",
     "mknod",
     "rmdir",
-    "remove",
-    "unlink",
     "truncate",
     "chmod",
     "lchmod",
@@ -48,7 +49,7 @@ _CHANGES = (
     "setxattr",
     "removexattr",
 )
-"""Functions of `os` that change a file or a folder, by its path."""
+"""Functions of `os` that change a file or a folder, by its path, and neither remove nor rename a file."""
 _RENAMES = ("rename", "replace", "renames")
 _READS = ("stat", "lstat", "access", "scandir", "readlink", "chdir")
 """Functions of `os` that a program calls to find its own files."""
@@ -58,23 +59,27 @@ _SHELLS = frozenset({"subprocess", "os"})
 """Modules between a program and the start of a process."""
 _BUILT_IN = frozenset({"posix", "nt"})
 """Modules of `os` whose functions Python calls for its cache of bytecode."""
+_NOT_READ = "it cannot be read back: load one that exists before the script is foreseen, or none"
+"""Advice for a checkpoint that is not there."""
 
 
 @contextmanager
-def no_writes(*, allow_files: bool) -> Iterator[None]:
+def no_writes(saved: Saved, *, allow_files: bool) -> Iterator[None]:
     """Inside, recorded programs write no checkpoints, and change no files.
 
     Args:
+        saved: checkpoints of all ranks, which gets further ones.
         allow_files: whether they may open files for writing, and change folders, nevertheless.
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(threading.Thread, "start", _inheriting(threading.Thread.start)))
+        # Made first, removed last: by the real functions.
+        scratch = Scratch(stack.enter_context(tempfile.TemporaryDirectory(prefix="echelon-foresee-")))
+        files = _Files(scratch, saved, allow_files)
         stack.enter_context(_replaced_everywhere(dict(_checkpoints())))
+        stack.enter_context(_replaced_everywhere(dict(files.of_checkpoints())))
         stack.enter_context(patch.object(Store, "save", _skipping(Store.save, "Store.save", _saved)))
         if not allow_files:
-            # Made first, removed last: by the real functions.
-            scratch = Scratch(stack.enter_context(tempfile.TemporaryDirectory(prefix="echelon-foresee-")))
-            files = _Files(scratch)
             stack.enter_context(_replaced_everywhere(dict(files.replacements())))
             stack.enter_context(patch.object(subprocess.Popen, "__init__", _ending_at_once(subprocess.Popen.__init__)))
             stack.enter_context(patch.object(np.memmap, "__new__", files.mapping(np.memmap.__new__)))
@@ -84,12 +89,41 @@ def no_writes(*, allow_files: bool) -> Iterator[None]:
 class _Files:
     """Functions of files, as a recorded program calls them."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Scratch, saved: Saved, allows: bool) -> None:
+        """Takes the folder of the recording, checkpoints of all ranks, and whether the program may change files."""
         self._scratch = scratch
+        self._saved = saved
+        self._allows = allows
+
+    def of_checkpoints(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+        """Yields functions by which a program saves checkpoints and finds them again, with their replacements."""
+        yield torch.save, self._saving(torch.save, "torch.save")
+        yield torch.load, self._loading(torch.load, "torch.load")
+        dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+        for name, result in (("save", lambda: None), ("async_save", _done)):
+            original = getattr(dcp, name)
+            yield original, self._saving_apart(original, f"torch.distributed.checkpoint.{name}", result)
+        yield dcp.load, self._loading_apart(dcp.load, "torch.distributed.checkpoint.load")
+        try:
+            safetensors: Any = importlib.import_module("safetensors.torch")
+        except ImportError:
+            pass
+        else:
+            yield safetensors.save_file, self._saving(safetensors.save_file, "safetensors.torch.save_file")
+            saved_model = self._saving(safetensors.save_model, "safetensors.torch.save_model", nn.Module.state_dict)
+            yield safetensors.save_model, saved_model
+            yield safetensors.load_file, self._loading(safetensors.load_file, "safetensors.torch.load_file")
+            yield safetensors.safe_open, self._loading_apart(safetensors.safe_open, "safetensors.safe_open")
+        yield builtins.open, self._opening(builtins.open)
+        for name in ("remove", "unlink"):
+            yield getattr(os, name), self._changing(getattr(os, name), f"os.{name}", drops=True)
+        for name in _RENAMES:
+            yield getattr(os, name), self._renaming(getattr(os, name), f"os.{name}")
+        for name in _READS:
+            yield getattr(os, name), self._reading(getattr(os, name))
 
     def replacements(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """Yields functions with their replacements."""
-        yield builtins.open, self._opening(builtins.open)
+        """Yields the other functions with their replacements."""
         yield os.open, self._opening_descriptor(os.open)
         yield io.FileIO, self._class_of_files()
         yield sqlite3.connect, self._connecting(sqlite3.connect)
@@ -106,18 +140,137 @@ class _Files:
         yield tempfile.NamedTemporaryFile, self._kept(tempfile.NamedTemporaryFile)
         for name in _CHANGES:
             if hasattr(os, name):
-                drops = name in ("remove", "unlink", "rmdir")
-                yield getattr(os, name), self._changing(getattr(os, name), f"os.{name}", drops=drops)
-        for name in _RENAMES:
-            yield getattr(os, name), self._renaming(getattr(os, name), f"os.{name}")
-        for name in _READS:
-            yield getattr(os, name), self._reading(getattr(os, name))
+                yield getattr(os, name), self._changing(getattr(os, name), f"os.{name}", drops=name == "rmdir")
 
     def _find(self, recording: Recording, path: str) -> str | None:
         """Returns the path in the recording's folder for a path of the program. None if the real path is used."""
         found = recording.log.overlay.find(path) or path
         with _unrecorded():
             return found if self._scratch.has(found) else None
+
+    def _of_others(self, recording: Recording, path: str) -> str | None:
+        """Returns the file of a checkpoint that another rank has saved to a path before. None if there is none."""
+        return self._saved.before(path, recording.rank, recording.log.num_of_all)
+
+    def _saving(
+        self, original: Callable[..., None], name: str, state_of: Callable[[Any], object] = lambda state: state
+    ) -> Callable[..., None]:
+        """Wraps `torch.save`, or a function like it: the file has shapes, and takes no space."""
+        torch_save = torch.save
+
+        @functools.wraps(original)
+        def save(obj: object, *args: Any, **kwargs: Any) -> None:
+            recording = _writer()
+            if recording is None:
+                original(obj, *args, **kwargs)
+                return
+            recording.log.skip(name)
+            path = self._path_of(recording, kwargs.get("f", kwargs.get("filename", args[0] if args else None)))
+            if path is None:
+                return
+            pickler = {"pickle_module": kwargs["pickle_module"]} if "pickle_module" in kwargs else {}
+            with _unrecorded():
+                file = self._scratch.path_for(path)
+                try:
+                    with torch.serialization.skip_data(materialize_fake_tensors=True):
+                        torch_save(state_of(obj), file, **pickler)
+                except Exception:  # any class of the program may be one that cannot be saved so
+                    file = ""
+                self._keep(recording, path, file, name)
+
+        return save
+
+    def _path_of(self, recording: Recording, file: Any) -> str | None:
+        """Returns the program's path of a file, or of a path. None for others, such as a buffer in memory."""
+        if isinstance(file, str | os.PathLike):
+            return os.fsdecode(file)
+        name = getattr(file, "name", None)
+        return recording.log.overlay.origin(name) if isinstance(name, str) else None
+
+    def _keep(self, recording: Recording, path: str, file: str, name: str) -> None:
+        """Keeps a file of the recording as a checkpoint that the program has saved to a path. Empty: it has none."""
+        self._note(recording, path, file, name)
+        own = self._find(recording, path)
+        if own is not None and os.path.exists(own):
+            os.remove(own)
+        if not file:
+            recording.log.overlay.drop(path)
+            return
+        if own is None:
+            recording.log.overlay.put(path, own := self._scratch.path_for(path))
+        # A link, because the program may remove its file before other ranks are recorded.
+        os.link(file, own)
+
+    def _note(self, recording: Recording, path: str, file: str, name: str) -> None:
+        """Notes a checkpoint that a function of this name has saved."""
+        log = recording.log
+        saved_by = f"{name} at {log.line()}"
+        self._saved.add([Checkpoint(os.path.abspath(path), recording.rank, log.num_of_all, file, saved_by)])
+
+    def _saving_apart(self, original: Callable[..., Any], name: str, result: Callable[[], Any]) -> Callable[..., Any]:
+        """Wraps a function that saves a checkpoint in a form of its own, which is skipped."""
+
+        @functools.wraps(original)
+        def save(state: object, *args: Any, **kwargs: Any) -> Any:
+            recording = _writer()
+            if recording is None:
+                return original(state, *args, **kwargs)
+            recording.log.skip(name)
+            if (path := _path_among(args, kwargs)) is not None:
+                self._note(recording, path, "", name)
+            return result()
+
+        return save
+
+    def _loading(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wraps `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
+        torch_load = torch.load
+
+        @functools.wraps(original)
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            recording = _writer()
+            if recording is None or not isinstance(f, str | os.PathLike):
+                return original(f, *args, **kwargs)
+            found = self._checkpoint(recording, os.fsdecode(f), name)
+            if found is None:
+                return original(f, *args, **kwargs)
+            if original is not torch_load:
+                args, kwargs = (), {}
+            # By the file, since the name may end as one of safetensors. Its size is that of the tensors, which may be
+            # more than can be mapped.
+            with _unrecorded(), open(found, "rb") as file:
+                return torch_load(file, *args, **{**kwargs, "mmap": False})
+
+        return load
+
+    def _loading_apart(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wraps a function that loads a checkpoint in a form of its own, which the program cannot have saved."""
+
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            recording, path = _writer(), _path_among(args, kwargs)
+            if recording is not None and path is not None and self._checkpoint(recording, path, name) is not None:
+                raise UnsupportedOp(f"{name} of {path} at {recording.log.line()}: the script wrote it, and {_NOT_READ}")
+            return original(*args, **kwargs)
+
+        return load
+
+    def _checkpoint(self, recording: Recording, path: str, name: str) -> str | None:
+        """Returns the file of a checkpoint that the program has saved to a path. None if it has saved none.
+
+        Raises:
+            UnsupportedOp: the program has saved it, but it has no file.
+        """
+        found = self._find(recording, path) or self._of_others(recording, path)
+        if found is not None or (saved := self._saved.last(path, recording.log.num_of_all)) is None:
+            return found
+        with _unrecorded():
+            if os.path.exists(path):
+                return None
+        if not saved.file:
+            line = recording.log.line()
+            raise UnsupportedOp(f"{name} of {path} at {line}: {saved.saved_by} was skipped, and {_NOT_READ}")
+        return saved.file
 
     def _target(self, recording: Recording, path: str, *, copies: bool) -> str:
         """Returns the path to write in place of a path of the program, and notes the write.
@@ -146,11 +299,14 @@ class _Files:
             path = os.fsdecode(file)
             if _is_device(path):
                 return original(file, mode, *args, **kwargs)
+            writes = any(letter in mode for letter in "wax+")
+            if writes and self._allows:
+                return original(file, mode, *args, **kwargs)
             with _unrecorded():
-                if any(letter in mode for letter in "wax+"):
+                if writes:
                     file = self._target(recording, path, copies="w" not in mode and "x" not in mode)
                 else:
-                    file = self._find(recording, path) or file
+                    file = self._find(recording, path) or self._of_others(recording, path) or file
                 return original(file, mode, *args, **kwargs)
 
         return open
@@ -272,6 +428,8 @@ class _Files:
             is_path = not isinstance(path, int) and kwargs.get("dir_fd") is None
             found = self._find(recording, os.fsdecode(path)) if is_path else None
             if found is None:
+                if self._allows:
+                    return original(path, *args, **kwargs)
                 recording.log.skip(name)
                 return None
             with _unrecorded():
@@ -289,12 +447,17 @@ class _Files:
             if recording is None:
                 original(src, dst, **kwargs)
                 return
+            is_path = kwargs.get("src_dir_fd") is None and kwargs.get("dst_dir_fd") is None
+            old, new = os.fsdecode(src), os.fsdecode(dst)
+            found = self._find(recording, old) if is_path else None
+            if found is None and self._allows:
+                original(src, dst, **kwargs)
+                return
             recording.log.skip(name)
-            if kwargs.get("src_dir_fd") is None and kwargs.get("dst_dir_fd") is None:
-                old, new = os.fsdecode(src), os.fsdecode(dst)
-                if (found := self._find(recording, old)) is not None:
-                    recording.log.overlay.drop(old)
-                    recording.log.overlay.put(new, found)
+            if found is not None:
+                recording.log.overlay.drop(old)
+                recording.log.overlay.put(new, found)
+                self._saved.rename(old, new, recording.rank, recording.log.num_of_all)
 
         return rename
 
@@ -320,8 +483,12 @@ class _Files:
         @functools.wraps(original)
         def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
             recording = None if isinstance(path, int) or path is None else _writer()
-            if recording is not None and recording.log.overlay.find(os.fsdecode(path)) is not None:
-                path = self._find(recording, os.fsdecode(path)) or path
+            if recording is not None:
+                name = os.fsdecode(path)
+                if recording.log.overlay.find(name) is not None:
+                    path = self._find(recording, name) or path
+                else:
+                    path = self._of_others(recording, name) or path
             return original(path, *args, **kwargs)
 
         return read
@@ -342,6 +509,15 @@ class _Files:
 
 def _has_opener(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("opener") is not None or any(callable(each) for each in args[-1:])
+
+
+def _path_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Returns the path of a checkpoint among the arguments of a call. None if there is none."""
+    for each in (*args, *kwargs.values()):
+        path = getattr(each, "path", each)  # a reader and a writer of torch's checkpoints have a path
+        if isinstance(path, str | os.PathLike):
+            return os.fsdecode(path)
+    return None
 
 
 def _is_device(path: str) -> bool:
@@ -371,20 +547,11 @@ def _ending_at_once(original: Callable[..., None]) -> Callable[..., None]:
 
 def _checkpoints() -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
     """Yields functions that write tensors, with their replacements."""
-    yield torch.save, _skipping(torch.save, "torch.save")
     yield torch.jit.save, _skipping(torch.jit.save, "torch.jit.save")
     yield torch.export.save, _skipping(torch.export.save, "torch.export.save")
-    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-    yield dcp.save, _skipping(dcp.save, "torch.distributed.checkpoint.save")
-    yield dcp.async_save, _skipping(dcp.async_save, "torch.distributed.checkpoint.async_save", _done)
-    try:
-        safetensors: Any = importlib.import_module("safetensors.torch")
-    except ImportError:
-        return
-    arrays: Any = importlib.import_module("safetensors.numpy")
-    yield arrays.save_file, _skipping(arrays.save_file, "safetensors.numpy.save_file")
-    for name in ("save_file", "save_model"):
-        yield getattr(safetensors, name), _skipping(getattr(safetensors, name), f"safetensors.torch.{name}")
+    with suppress(ImportError):
+        arrays: Any = importlib.import_module("safetensors.numpy")
+        yield arrays.save_file, _skipping(arrays.save_file, "safetensors.numpy.save_file")
 
 
 def _saved() -> Handle:
