@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -104,6 +105,26 @@ def test_a_tensor_that_is_not_moved_is_found(wrap, move_inputs, move_targets, na
     text = rf"{name} takes a tensor of the CPU, made at .*{HERE}, and one of the GPU: move the first one by .to"
     with pytest.raises(RuntimeError, match=text):
         foresee(train, 2, (wrap, move_inputs, move_targets, None))
+
+
+def moves_one_of_two_views(loss):
+    ids = torch.randint(0, WIDTH, (BATCH + 1,))
+    inputs, targets = ids[:-1].cuda(), ids[1:]
+    functional.cross_entropy(loss * functional.one_hot(inputs, WIDTH), targets)
+
+
+def test_the_other_view_of_a_moved_tensor_stays_on_the_host():
+    with pytest.raises(RuntimeError, match=rf"nll_loss_forward takes a tensor of the CPU, made at .*{HERE}"):
+        foresee(train, 2, (moved, True, True, moves_one_of_two_views))
+
+
+def distributes(loss):
+    mesh = init_device_mesh("cuda", (2,))
+    assert (distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).sum().full_tensor() * loss.detach()).shape == ()
+
+
+def test_dtensor_moves_tensors_by_itself():
+    assert foresee(train, 2, (moved, True, True, distributes)).step_seconds > 0
 
 
 def widens_on_the_host(loss):

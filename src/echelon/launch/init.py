@@ -126,7 +126,7 @@ def given_or_current(group: object) -> ProcessGroup:
     """
     found = current_group() if group is CURRENT else check_group(group)
     if found is None:
-        raise InvalidArgument("there is no group yet: call group = echelon.init() first, or pass group=")
+        raise InvalidArgument("there is no group yet: call group = echelon.init() first and keep it, or pass group=")
     return found
 
 

@@ -170,6 +170,8 @@ def _advice(cycle: Sequence[Waiting], mispaired: Collection[int]) -> str:
             return "their receives are of other ranks or tags than the messages: make both sides agree"
         if all(task.is_send for task in cycle):
             return "let one of them receive before it sends, or start the sends with isend"
+        if any(task.rank in mispaired for task in cycle):
+            return "a receive is of another rank or tag than the message that has come: make both sides agree"
         return "let one of them send before it waits"
     if len({task.group for task in cycle}) == 1:
         return (

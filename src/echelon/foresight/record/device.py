@@ -93,25 +93,25 @@ class OnDevice(TorchFunctionMode):
             kwargs = {key: _widened(each) for key, each in kwargs.items()}
         out = func(*args, **kwargs)
         if name in FACTORIES or name in MOVES or "device" in given[1]:
-            _place(name, *given, out)
+            return _placed(name, *given, out)
         return out
 
 
-def _place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Notes the device of a tensor that a function of torch has made or moved."""
+def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """Notes the device of a tensor that a function of torch has made or moved. Returns the tensor."""
     recording = recording_here()
     if recording is None or (placement := recording.placement) is None:
-        return
+        return out
     device = kwargs.get("device")
     if name in MOVES:
         goals = [each for each in (*args[1:], device) if isinstance(each, str | torch.device | Tensor)]
         if goals or name == "cpu":  # not if the dtype alone changes
-            for each in (args[0], out):
-                placement.moved(each, to_gpu=any(map(is_gpu, goals)))
+            return placement.moved(args[0], out, to_gpu=any(map(is_gpu, goals)))
     elif device is None:
         placement.made(out, on_gpu=False, depth=3)
     elif is_gpu(device):
         placement.made(out, on_gpu=True)
+    return out
 
 
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ def _first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # 
         else:
             mapped(each)
     if (recording := recording_here()) is not None and recording.placement is not None:
-        recording.placement.moved(args[0], to_gpu=True)
+        return recording.placement.moved(args[0], args[0], to_gpu=True)
     return args[0]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -49,6 +50,10 @@ GPU = -1
 Where: TypeAlias = int | None
 """Device of a result: `GPU`, the line that made it on the host, or None if it is unknown."""
 _DISTRIBUTED = os.path.join(os.sep, "torch", "distributed", "")
+_MOVERS = tuple(
+    os.path.join("torch", "distributed", name, "") for name in ("tensor", "fsdp", "checkpoint", "_composable")
+)
+"""Folders of torch whose collectives move tensors to the device of their mesh."""
 _BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
 """Files of torch between an operation and its caller."""
 
@@ -72,25 +77,45 @@ class Placement:
         elif not is_foreign(sys._getframe(depth).f_code.co_filename):
             self._memory.leave_gpu(number, self._log.place())
 
-    def moved(self, tensor: object, to_gpu: bool) -> None:
-        """Notes a tensor that is moved. It shares its memory with the result, so the device of both is unknown."""
-        if not isinstance(tensor, Tensor):
-            return
-        local = local_part(tensor)
-        if (number := self._number(local)) is None:
-            return
-        if number in self._memory.on_host:
-            with without_functions():
-                self._memory.enter_gpu(number, local)
-        if not to_gpu:
-            self._memory.on_gpu.discard(number)
-        elif isinstance(tensor, nn.Parameter):
+    def moved(self, tensor: object, out: Any, to_gpu: bool) -> Any:
+        """Returns the result of a move. It has memory of its own if the tensor is known to stay on the host.
+
+        Args:
+            tensor: the tensor that is moved.
+            out: the result of torch, which mostly is the same tensor.
+            to_gpu: whether the goal is a GPU.
+        """
+        number = self._number_inside(tensor)
+        if to_gpu and self._number_inside(out) in self._memory.on_host:
+            if self._number_inside(out) == number:
+                out = out.clone()
+            self._enter(out)
+            self._memory.on_gpu.add(self._memory.number(local_part(out)))
+        elif to_gpu and number is not None and isinstance(tensor, nn.Parameter):
             self._memory.on_gpu.add(number)
+        elif not to_gpu:
+            self._lose(tensor)
+            self._lose(out)
+        return out
+
+    def _lose(self, tensor: object) -> None:
+        """Notes that the device of a tensor is unknown."""
+        if (number := self._number_inside(tensor)) is not None:
+            self._enter(tensor)
+            self._memory.on_gpu.discard(number)
+
+    def _enter(self, tensor: Any) -> None:
+        """Notes that a tensor may be on the GPU from now on."""
+        if (number := self._number_inside(tensor)) in self._memory.on_host:
+            with without_functions():
+                self._memory.enter_gpu(number, local_part(tensor))
 
     def forget(self, tensors: Iterable[object]) -> None:
         """Notes tensors that a library may have moved to the GPU."""
         for tensor in tensors:
-            self.moved(tensor, to_gpu=True)
+            self._enter(tensor)
+            if isinstance(tensor, nn.Parameter) and (number := self._number_inside(tensor)) is not None:
+                self._memory.on_gpu.add(number)
 
     def of_results(self, name: str, inputs: Sequence[Tensor], before: Sequence[int]) -> Where:
         """Returns the device of an operator's results.
@@ -145,7 +170,8 @@ class Placement:
     def check_group(self, tensors: Iterable[Tensor], backend: str) -> None:
         """Raises RuntimeError if a backend that takes tensors of GPUs alone is given one of the host."""
         for each in tensors:
-            if (number := self._memory.known(each)) is not None and number in self._memory.on_host:
+            number = self._memory.known(each)
+            if number is not None and number in self._memory.on_host and not _of_library():
                 raise RuntimeError(
                     f"{backend} takes no tensor of the CPU, as the one made at {self._line(number)}: move it by "
                     ".to(device)"
@@ -154,6 +180,10 @@ class Placement:
     def _line(self, number: int) -> str:
         """Returns the line that made a storage on the host."""
         return list(self._log.places)[self._memory.on_host[number]]
+
+    def _number_inside(self, tensor: object) -> int | None:
+        """Returns the number of a storage, that of the rank's part for a DTensor."""
+        return self._number(local_part(tensor)) if isinstance(tensor, Tensor) else None
 
     def _number(self, tensor: object) -> int | None:
         """Returns the number of a storage. None for other objects than fake tensors."""
@@ -168,6 +198,16 @@ def is_gpu(value: Any) -> bool:
     if isinstance(value, str):
         return value == "cuda" or value.startswith("cuda:")
     return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _of_library() -> bool:
+    """Whether DTensor or another library that moves tensors by itself calls a collective for the program."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and is_foreign(path := frame.f_code.co_filename):
+        if any(folder in path for folder in _MOVERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _of_distributed() -> bool:
