@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+import echelon
 from echelon import CollectiveMismatch
 from echelon.foresight.digest import digest
 from echelon.foresight.record.communication import reduction_of
@@ -259,6 +260,56 @@ def draw_by_a_generator():
     generator = torch.Generator(device).manual_seed(1)
     assert isinstance(torch.default_generator, torch.Generator)
     assert torch.randint(5, (3,), device=device, generator=generator).shape == (3,)
+
+
+ABSENT = "ranks that are not recorded contribute the values of a recorded one to"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: dist.all_gather_object([None] * 2, dist.get_rank()), f"{ABSENT} all_gather_object"),
+        (lambda: dist.gather_object(1, None if dist.get_rank() else [None] * 2), f"{ABSENT} gather_object"),
+        (
+            lambda: dist.all_reduce(torch.tensor([dist.get_rank()]).cuda()),
+            "all ranks contribute the same value to all_reduce",
+        ),
+        (lambda: dist.broadcast_object_list([dist.get_rank()], src=1), None),
+        (lambda: dist.scatter_object_list([None], [0, 1], src=0), None),
+        (lambda: dist.barrier(), None),
+    ],
+    ids=["all_gather_object", "gather_object", "all_reduce", "broadcast", "scatter", "barrier"],
+)
+def test_values_of_absent_ranks_are_assumed_with_their_line(call, text):
+    def program():
+        programs.begin()
+        call()
+
+    found = [each.rpartition(" at ")[0] for each in record(program, 2)[0].assumptions]
+    assert found == ([] if text is None else [text])
+
+
+def test_nothing_is_assumed_if_all_ranks_of_a_group_have_contributed():
+    def program():
+        programs.begin()
+        dist.all_gather_object([None] * 2, dist.get_rank())
+
+    first, last = record(program, 2, (0, 1)).values()
+    assert first.assumptions
+    assert not last.assumptions
+
+
+def test_facts_that_a_library_exchanges_are_no_assumption():
+    def program():
+        programs.begin()
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).cuda())
+        distribute_tensor(torch.ones(2, 2).cuda(), init_device_mesh("cuda", (2,)), [Shard(0)])
+
+    def of_echelon(group):
+        echelon.DDP(torch.nn.Linear(2, 2).cuda(), group)
+
+    assert not record(program, 2)[0].assumptions
+    assert not record(of_echelon, 2)[0].assumptions
 
 
 def test_generators_of_a_gpu_can_be_made():

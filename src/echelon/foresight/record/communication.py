@@ -14,6 +14,7 @@ from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
 from echelon.foresight.record.answers import answer
+from echelon.foresight.record.callers import called_by_program
 from echelon.foresight.record.calls import Call
 from echelon.foresight.record.exchange import RecordingBackend
 from echelon.foresight.record.here import Recording, recording_here
@@ -141,7 +142,7 @@ class RecordedGroup(EchelonProcessGroup):
         )
         log.entries.append(entry)
         if form.kind == "all_reduce":
-            self._reduce_known(outputs, entry.op)
+            self._reduce_known(recording, outputs, entry.op)
         recording.routing.communicated(_with_op(entry), inputs, outputs, self.rank(), len(self.ranks))
         return self._keep(RecordedWork(log, entry.number, outputs, entry.blocking))
 
@@ -168,10 +169,14 @@ class RecordedGroup(EchelonProcessGroup):
                 call.values = [each.detach().clone() for each in outputs]
         return self._keep(RecordedWork(recording.log, -1, outputs, not getattr(opts, "asyncOp", True)))
 
-    def _reduce_known(self, tensors: Sequence[Tensor], op: str) -> None:
+    def _reduce_known(self, recording: Recording, tensors: Sequence[Tensor], op: str) -> None:
         """Reduces values that are known, such as a flag. They are assumed to be equal on all ranks."""
         for tensor in tensors:
-            if op == "sum" and (value := known_value(tensor)) is not None:
+            if (value := known_value(tensor)) is None:
+                continue
+            if len(self.ranks) > 1 and (name := called_by_program()):
+                recording.log.assume(f"all ranks contribute the same value to {name}")
+            if op == "sum":
                 with real_tensors():
                     set_known_value(tensor, value * len(self.ranks))
 

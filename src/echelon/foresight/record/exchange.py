@@ -29,6 +29,7 @@ from echelon.call_site import calling_place, source_of
 from echelon.errors import CollectiveMismatch, UnsupportedOp
 from echelon.foresight.record.answers import answer
 from echelon.foresight.record.aside import LanesAtOnce, RecordedScope
+from echelon.foresight.record.callers import called_by_program
 from echelon.foresight.record.calls import Call
 from echelon.foresight.record.collectives import recorded_collective
 from echelon.foresight.record.here import recording_here
@@ -49,6 +50,10 @@ _UNEVEN = {
     "all_to_all": "give out_splits=",
 }
 """Collectives to which ranks may bring different numbers of rows, each with the remedy for an unknown result size."""
+
+
+ALIKE = "ranks that are not recorded contribute the values of a recorded one to {}"
+"""Assumption about a collective whose values the program knows."""
 
 
 @dataclass
@@ -163,6 +168,7 @@ class ExchangeExecutor(CollectiveExecutor):
                 assert recording is not None, "only recorded ranks have fake tensors"
                 group, collectives = self._backend.group_of(self._context), [part.collective for part in parts]
                 return recorded_collective(recording, group, collectives, self._rank, tensor, out)
+            self._note_absent(call, collective)
             calls = Calls(
                 [part.collective for part in parts], [part.tensor for part in parts], [None] * len(parts), plan=None
             )
@@ -207,6 +213,16 @@ class ExchangeExecutor(CollectiveExecutor):
             return found
         nearest = min(call.contributions, key=lambda other: (abs(other - rank), other))
         return call.contributions[nearest] if len(call.contributions) > 1 else own
+
+    def _note_absent(self, call: _Call, collective: Collective) -> None:
+        """Notes the assumption by which ranks that have not arrived are represented, if the program itself asks them.
+
+        Libraries exchange facts that are equal on all ranks, such as shapes.
+        """
+        recording = recording_here()
+        is_complete = collective.kind in (*FROM_ROOT, "barrier") or len(call.contributions) == len(self._ranks)
+        if recording is not None and not is_complete and (name := called_by_program()):
+            recording.log.assume(ALIKE.format(name))
 
     def _wait_for(self, call: _Call, peer: int, record: OperationRecord) -> None:
         backend = self._backend

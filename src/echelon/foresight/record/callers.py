@@ -1,0 +1,43 @@
+"""Caller of a communication: a line of the program itself, or a library that communicates for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+from echelon.call_site import is_foreign, is_own
+
+_OF_GROUPS = tuple(
+    os.path.join(os.sep, "echelon", each)
+    for each in ("backends", "collectives", "foresight", "functional.py", "group", "interop", "_torch_private")
+)
+"""Folders and files of this package between a call of a group and its collective. Other ones call groups themselves."""
+_CALLS = os.path.join("torch", "distributed", "distributed_c10d.py")
+"""File of torch with the functions that a program calls."""
+_BETWEEN = (
+    os.path.join("torch", "distributed", "c10d_logger.py"),
+    os.path.join("torch", "overrides.py"),
+    os.path.join("torch", "_ops.py"),
+    os.path.join("torch", "utils", "_device.py"),
+    "contextlib.py",
+)
+"""Files between such a function and its caller."""
+
+
+def called_by_program() -> str:
+    """Returns the name of the function by which a line of the program itself communicates. Empty if a library does."""
+    name = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_own(path):
+            if not any(each in path for each in _OF_GROUPS):
+                return ""
+            name = frame.f_code.co_name
+        elif path.endswith(_CALLS):
+            name = frame.f_code.co_name
+        elif not path.endswith(_BETWEEN):
+            return "" if is_foreign(path) else name
+        frame = frame.f_back
+    return ""
