@@ -77,6 +77,21 @@ def test_the_environment_is_that_of_torchrun(simulate, write):
     assert sorted(out.splitlines()) == ["[0] 0 0 2 2 127.0.0.1 29500", "[1] 1 1 2 2 127.0.0.1 29500"]
 
 
+def test_torchs_own_question_for_torchrun_is_answered(simulate, write):
+    names = ["GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID"]
+    names += ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"]
+    script = write(
+        f"""
+        import os, torch.distributed as dist
+        assert dist.is_torchelastic_launched() and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+        dist.init_process_group("gloo")
+        print(*[os.environ[name] for name in {names}])
+        """
+    )
+    out = simulate("-n", 2, script).out
+    assert sorted(out.splitlines()) == ["[0] 0 1 0 2 default none 0 0", "[1] 0 1 1 2 default none 0 0"]
+
+
 def test_main_is_the_script(simulate, write, tmp_path):
     script = write(
         """

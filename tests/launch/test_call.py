@@ -203,6 +203,7 @@ def test_simulated_ranks_take_programs_without_the_group():
     assert echelon.explore(lambda: echelon.init().barrier(), 2, seeds=range(3)) == 3
 
 
+OF_ROLE = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -273,6 +274,7 @@ def test_the_variables_of_a_job_hide_those_of_the_launcher_around_it(monkeypatch
     job = Job(b"", 1, 3, "127.0.0.1:1", "127.0.0.1", 2, b"", "", "auto", 1.0, None)
     with rank_variables(job):
         assert [os.environ[name] for name in TORCHRUNS] == ["1", "3", "1", "3", "127.0.0.1", "2"]
+        assert [os.environ[name] for name in OF_ROLE] == ["0", "1", "1", "3", "default"]
         assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
         os.environ["LEFT_BEHIND"] = "by a job"
     assert dict(os.environ) == before

@@ -165,6 +165,13 @@ def is_rank(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("RANK")) or _translation(environ) is not None
 
 
+def on_one_host(rank: int, world_size: int) -> dict[str, str]:
+    """Returns the variables that torchrun sets for a rank of one host, without the variables of its agent."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), world_size)
+    return {"ROLE_NAME": "default"} | {name: str(value) for name, value in (ranks | sizes).items()}
+
+
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns `environ` for ranks that this process starts: without the variables of its own launcher."""
     return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS)}

@@ -31,7 +31,7 @@ from typing import BinaryIO
 
 from echelon.errors import InvalidWorldSize, LaunchError, one_line
 from echelon.launch import report, whereabouts
-from echelon.launch.environment import without_launcher
+from echelon.launch.environment import on_one_host, without_launcher
 from echelon.launch.report import (
     ERROR_FILE,
     GRACE,
@@ -131,15 +131,13 @@ def rank_environs(num_ranks: int, port: ReservedPort, environ: Mapping[str, str]
         "PYTHONFAULTHANDLER": "1",  # a crash in C code prints where Python was
         "PYTHONUNBUFFERED": "1",  # the launcher marks lines as they are written
         **without_launcher(environ),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": port.host,
         "MASTER_PORT": str(port.port),
         # New ones for each start, so ranks of another job or of an earlier one are refused.
         "ECHELON_SECRET": secrets.token_hex(32),
         "ECHELON_RUN_ID": secrets.token_hex(4),
     }
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return [common | on_one_host(rank, num_ranks) for rank in range(num_ranks)]
 
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h

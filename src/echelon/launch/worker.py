@@ -31,7 +31,7 @@ from echelon.group.group import ProcessGroup
 from echelon.launch import report
 from echelon.launch.backends import OWN_NAMES
 from echelon.launch.call import RankCall
-from echelon.launch.environment import without_launcher
+from echelon.launch.environment import on_one_host, without_launcher
 from echelon.launch.init import CONNECT_TIMEOUT, carry, provide
 from echelon.launch.report import RankFailure, describe_exit, exit_status
 from echelon.launch.tuned import agreed_table
@@ -200,10 +200,7 @@ def rank_variables(job: Job) -> Iterator[None]:
     before = dict(os.environ)
     # A launcher of this program, such as torchrun, would say another rank, and that its agent serves the store.
     inside = without_launcher(before) | {
-        "RANK": str(job.rank),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_RANK": str(job.rank),
-        "LOCAL_WORLD_SIZE": str(job.world_size),
+        **on_one_host(job.rank, job.world_size),
         "MASTER_ADDR": job.master_addr,
         "MASTER_PORT": str(job.master_port),
     }

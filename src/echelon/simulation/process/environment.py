@@ -31,6 +31,11 @@ def torchrun_variables(rank: int, hosts: Sequence[int]) -> dict[str, str]:
         "GROUP_WORLD_SIZE": str(len(set(hosts))),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(len(hosts)),
+        "ROLE_NAME": "default",
+        # Without TORCHELASTIC_USE_AGENT_STORE: no agent serves a store.
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
         # No rank listens or connects there: torch's rendezvous is replaced, see `torch_distributed`.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
