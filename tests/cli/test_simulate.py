@@ -414,37 +414,6 @@ def test_spawn_of_torch_runs_the_function_as_each_rank(simulate, write):
     assert sorted(simulate("-n", 2, script).out.splitlines()) == ["[0] 0 2", "[1] 1 2"]
 
 
-A_PROCESS_FOR_EACH_RANK = """
-import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
-def run(rank, size):
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "29500"
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    print(rank, tuple(tensor.shape), dist.get_world_size())
-    sys.exit(0)
-if __name__ == "__main__":
-    mp.set_start_method("spawn")
-    processes = [mp.Process(target=run, args=(rank, 2)) for rank in range(2)]
-    for process in processes:
-        process.start()
-"""
-
-
-@pytest.mark.parametrize("command", ["simulate", "foresee"])
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_process_for_each_rank_runs_as_that_rank(capsys, write, command, waits):
-    joins = "    for each in processes: each.join()\n    assert not any(each.exitcode for each in processes)\n"
-    assert main([command, "-n", "2", write(A_PROCESS_FOR_EACH_RANK + (joins if waits else ""))]) == 0
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert sorted(printed) == ["[0] 0 (1,) 2", "[1] 1 (1,) 2"]
-
-
-def test_other_numbers_of_processes_are_refused(simulate, write):
-    ended = simulate("-n", 3, write(A_PROCESS_FOR_EACH_RANK))
-    assert "a process of run is started at script.py:14: process.start(), but 2 for 3 ranks: " in ended.err
-
-
 def test_operators_are_defined_once_for_all_ranks_and_not_after_the_end(simulate, write):
     """torch refuses a second definition, or frees the first one: the rank that had made it called into freed memory."""
     script = write(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import multiprocessing.context
 import random
 import sys
 import threading
@@ -213,7 +212,6 @@ def process_states(torch_distributed: TorchDistributed, seed: int, hosts: Sequen
     """Returns the states of the process that each rank has for itself."""
     names = [(sys, "excepthook"), (warnings, "showwarning"), (warnings, "_showwarnmsg_impl")]
     attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
-    attributes.append(Attribute(multiprocessing.context._default_context, "_actual_context"))  # by set_start_method
     attributes += shared_collections()
     variables = functools.partial(torchrun_variables, hosts=hosts)
     return [
@@ -346,7 +344,6 @@ class _Run:
             backend.begin()
             with provide(group), self.torch.rank(group), self._world.memory_meter(backend.rank):
                 self.results[rank] = self._call.run(group)
-                self.calls.run_started(rank)
                 self.calls.at_exit(rank)
             self._world.returned.add(rank)
             backend.drain()

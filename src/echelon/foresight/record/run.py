@@ -391,7 +391,6 @@ class _Run:
                 try:
                     with until.watched(steps.finish) if until else nullcontext():
                         self._request.call.run(group)
-                        self.calls.run_started(rank)
                 except StepsDone:
                     pass
                 except SystemExit as error:

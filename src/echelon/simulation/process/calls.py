@@ -28,7 +28,6 @@ from echelon.errors import LaunchError, UnsupportedOp
 from echelon.simulation.process.autocast import AutocastCache
 from echelon.simulation.process.operators import Operators, Rank
 from echelon.simulation.process.random_state import cores_here, cores_of_thread
-from echelon.simulation.process.started import Started, function_of
 
 _IN_CHILD = "simulated ranks are threads of one process"
 NEEDS_CUDA = (
@@ -64,8 +63,6 @@ class ProcessCalls:
         self.cores = cores_here()
         """Cores of the process before the simulation, which keeps to one."""
         self._exit_calls: defaultdict[int, list[functools.partial[Any]]] = defaultdict(list)
-        self._started: dict[int, Started] = {}
-        """Processes that each rank has started."""
         self._handlers: dict[tuple[int, int], Any] = {}
         """Handlers of signals, by rank and signal. No signal calls them."""
         self._counted_gpus: dict[int, str] = {}
@@ -91,11 +88,6 @@ class ProcessCalls:
             for owner, name, original in replaced:
                 setattr(owner, name, original)
             self._operators.forget()
-
-    def run_started(self, rank: int) -> None:
-        """Runs the process that a rank has started for itself, if the program has not waited for it."""
-        if (started := self._started.get(rank)) is not None:
-            started.run()
 
     def at_exit(self, rank: int) -> None:
         """Calls the functions that a rank has registered with `atexit`, the last one first."""
@@ -216,13 +208,7 @@ class ProcessCalls:
         return set(self.cores) if pid in (0, os.getpid()) else original(pid)
 
     def _start(self, original: Callable[[Any], None], process: Any) -> None:
-        function = function_of(process)
-        # Workers of a DataLoader or a pool run functions of a library. They compute, and take part in no collective.
-        code = getattr(function, "__code__", None)
-        if code is not None and not is_foreign(code.co_filename):
-            rank = self._here()
-            self._started.setdefault(rank, Started(rank, self._world_size)).start(process, function)
-            return
+        _check_process(process)
         # A process inherits the cores of the thread that starts it.
         with cores_of_thread(self.cores):
             original(process)
@@ -280,7 +266,7 @@ def _would_end(call: str) -> UnsupportedOp:
 
 
 def _fork(original: Callable[[], Any]) -> Any:
-    # By multiprocessing, whose processes `_start` has seen.
+    # By multiprocessing, whose processes `_check_process` has seen.
     if not _is_called_by_user():
         return original()
     raise UnsupportedOp(
@@ -292,6 +278,19 @@ def _fork(original: Callable[[], Any]) -> Any:
 def _nccl_version(original: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
     # torch's log of an error asks for it. A build without CUDA fails then, and its error would hide the first one.
     return original() if _is_called_by_user() else (0, 0, 0)
+
+
+def _check_process(process: Any) -> None:
+    target = process._target
+    while isinstance(target, functools.partial):
+        target = target.func
+    # Workers of a DataLoader or a pool run functions of a library. They compute, and take part in no collective.
+    code = getattr(target or type(process).run, "__code__", None)
+    if code is not None and not is_foreign(code.co_filename):
+        raise UnsupportedOp(
+            f"a process of {code.co_name} is started at {source_of(calling_place())}: {_IN_CHILD}, and a process of "
+            "its own could not talk to them: call the function on each rank, or use echelon run"
+        )
 
 
 def _is_called_by_user() -> bool:
