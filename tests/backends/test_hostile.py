@@ -77,7 +77,10 @@ def test_a_false_address_in_the_store_leads_to_nobody():
 
 
 def test_nothing_that_reads_from_peers_can_unpickle():
-    """Only what talks to its own child processes imports pickle, and nothing calls torch.load."""
+    """Only what talks to its own child processes imports pickle.
+
+    torch.load is named where a foreseen script's own call of it is replaced: its files are those of the script.
+    """
     root = Path(echelon.__file__).parent
     unpickling = set()
     for path in root.rglob("*.py"):
@@ -88,4 +91,4 @@ def test_nothing_that_reads_from_peers_can_unpickle():
             if is_load or {"pickle", "cloudpickle", "dill", "marshal", "shelve"} & set(names):
                 unpickling.add(str(path.relative_to(root)))
     of_children = {"launch/spawn.py", "launch/worker.py", "foresight/packed.py", "foresight/record/processes.py"}
-    assert unpickling <= of_children
+    assert unpickling <= of_children | {"foresight/record/writes.py"}
