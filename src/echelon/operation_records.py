@@ -230,11 +230,15 @@ class FlightRecorder:
     @contextmanager
     def within(self, call: str) -> Iterator[None]:
         """Inside, errors about operations of this thread say that they are a part of a call that all ranks make."""
-        self._purposes[get_ident()] = f" (part of {call}, which every rank calls)"
+        thread = get_ident()
+        before = self._purposes.pop(thread, "")
+        self._purposes[thread] = f" (part of {call}, which every rank calls)"
         try:
             yield
         finally:
-            self._purposes.pop(get_ident(), None)
+            del self._purposes[thread]
+            if before:
+                self._purposes[thread] = before
 
     def begin(
         self,
@@ -354,7 +358,7 @@ class FlightRecorder:
 
     def callers(self) -> set[int]:
         """Returns the threads that have called collectives lately."""
-        return {flight.thread for flight in (*self._pushed_out.copy().values(), *self._all()) if flight.sequence}
+        return {flight.thread for flight in self._all() if flight.sequence}
 
     def activity(self) -> str:
         """Describes the current activity of this rank, as the end of a sentence about it."""

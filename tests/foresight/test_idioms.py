@@ -113,7 +113,7 @@ def waits_for_values(rounds):
 def test_a_loop_that_goes_by_values_is_refused_at_its_line():
     assert foresee(waits_for_values, 1, (3,)).step_seconds > 0
     with pytest.raises(
-        UnsupportedOp, match=r"a loop at .*test_idioms.py:\d+ goes on for 5,000 rounds.*number of rounds"
+        UnsupportedOp, match=r"a loop at .*test_idioms.py:\d+ goes on for 20,000 rounds.*number of rounds"
     ):
         foresee(waits_for_values, 1, (-1,))
 

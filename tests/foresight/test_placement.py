@@ -107,6 +107,33 @@ def test_a_tensor_that_is_not_moved_is_found(wrap, move_inputs, move_targets, na
         foresee(train, 2, (wrap, move_inputs, move_targets, None))
 
 
+def makes_tensors_like_others(loss):
+    host, gpu = torch.ones(3), torch.ones(3, device="cuda")
+    others = [torch.zeros_like(host, device="cuda"), torch.zeros_like(gpu, device=None), gpu.new_zeros(3, device=None)]
+    others += [torch.normal(gpu, gpu), torch.zeros(3, out=torch.empty(3, device="cuda"))]
+    with torch.device("cuda"):
+        others.append(torch.ones(3))
+    torch.set_default_device("cuda")
+    others.append(torch.ones(3))
+    torch.set_default_device(None)
+    others.append(host.pin_memory().cuda(non_blocking=True))
+    for each in others:
+        assert (each * gpu * loss).shape == (3,)
+
+
+def test_tensors_like_those_of_the_gpu_are_there():
+    assert foresee(train, 2, (moved, True, True, makes_tensors_like_others)).step_seconds > 0
+
+
+def uses_pinned_memory(loss):
+    assert (torch.ones(3).pin_memory() * loss.reshape(1)).shape == (3,)
+
+
+def test_pinned_memory_is_on_the_host():
+    with pytest.raises(RuntimeError, match=rf"mul takes a tensor of the CPU, made at .*{HERE}"):
+        foresee(train, 2, (moved, True, True, uses_pinned_memory))
+
+
 def moves_one_of_two_views(loss):
     ids = torch.randint(0, WIDTH, (BATCH + 1,))
     inputs, targets = ids[:-1].cuda(), ids[1:]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.nn.parallel import DistributedDataParallel
 
 from echelon._torch_private.tensors import FakeTensor
 
@@ -53,6 +54,17 @@ def devices_as_on_gpu() -> Iterator[None]:
         yield
     finally:
         init._get_compute_device, torch._C._get_accelerator = find, find_accelerator
+
+
+@contextmanager
+def ddp_of_sync_batch_norm() -> Iterator[None]:
+    """Inside, torch's DDP takes a SyncBatchNorm on the CPU, which its constructor refuses by a private method."""
+    original = DistributedDataParallel._passing_sync_batchnorm_handle
+    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DistributedDataParallel._passing_sync_batchnorm_handle = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispat
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -95,6 +97,17 @@ def real_tensors() -> Iterator[None]:
 def without_functions() -> AbstractContextManager[object]:
     """Returns a context in which function modes see no call: a mode takes longer than a query of a tensor's size."""
     return torch._C.DisableTorchFunction()
+
+
+def default_device_of(function: object) -> torch.device | None:
+    """Returns the device that torch gives a function that makes tensors, as inside of `with torch.device("cuda")`.
+
+    None for other functions, and where there is none. The public `get_default_device` makes a tensor there.
+    """
+    if function not in _device_constructors():  # type: ignore[no-untyped-call]
+        return None
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 
 
 def known_value(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
+from echelon._torch_private.tensors import FakeTensor, default_device_of, known_value, real_tensors, set_known_value
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.placement import FACTORIES, MOVES, is_gpu
 from echelon.foresight.trace import HostWait
@@ -30,15 +30,10 @@ def mapped(value: Any) -> Any:
     Raises:
         RuntimeError: the host has no GPU of this number.
     """
-    if isinstance(value, str):
-        if value != _CUDA and not value.startswith("cuda:"):
-            return value
-        check_gpu(torch.device(value).index)
-        return "cpu"
-    if isinstance(value, torch.device) and value.type == _CUDA:
-        check_gpu(value.index)
-        return torch.device("cpu")
-    return value
+    if not is_gpu(value):
+        return value
+    check_gpu(torch.device(value).index)
+    return "cpu" if isinstance(value, str) else torch.device("cpu")
 
 
 def check_gpu(index: int | None) -> None:
@@ -73,6 +68,8 @@ class OnDevice(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": torch.device(_CUDA, kwargs["device"])}
+        elif kwargs.get("device") is None and (default := default_device_of(func)) is not None:
+            kwargs = {**kwargs, "device": default}  # torch itself would add it below this mode
         if (special := _SPECIAL.get(name)) is not None:
             return special(func, args, kwargs)
         if name == "to" and len(args) > 1 and type(args[1]) is int:
@@ -108,7 +105,9 @@ def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         if goals or name == "cpu":  # not if the dtype alone changes
             return placement.moved(args[0], out, to_gpu=any(map(is_gpu, goals)))
     elif device is None:
-        placement.made(out, on_gpu=False, depth=3)
+        # A tensor among the arguments decides the device, as `out=` does.
+        if name in FACTORIES and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
+            placement.made(out, on_gpu=False, depth=3)
     elif is_gpu(device):
         placement.made(out, on_gpu=True)
     return out
@@ -132,7 +131,12 @@ def _parsed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
-    """Returns the tensor itself, for a function that only moves it."""
+    """Returns the tensor itself, for a function that changes its memory alone."""
+    return args[0]
+
+
+def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
+    """Returns the tensor on the GPU: for torch the same, unless it is known to stay on the host."""
     for each in (*args[1:], *kwargs.values()):
         if isinstance(each, int) and not isinstance(each, bool):
             check_gpu(each)
@@ -352,7 +356,7 @@ _SPECIAL: dict[str, _Special] = {
     **_READS,
     "device": _device,
     "_parse_to": _parsed,
-    "cuda": _first,
+    "cuda": _moved_to_gpu,
     "histc": _histogram,
     "pin_memory": _first,
     "is_pinned": _true,

@@ -73,6 +73,7 @@ class Placement:
         if (number := self._number(tensor)) is None:
             return
         if on_gpu:
+            self._enter(tensor)  # as `zeros_like` of a tensor of the host
             self._memory.on_gpu.add(number)
         elif not is_foreign(sys._getframe(depth).f_code.co_filename):
             self._memory.leave_gpu(number, self._log.place())

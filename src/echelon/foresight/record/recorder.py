@@ -61,7 +61,7 @@ _OWN_MEMORY = os.path.join(os.sep, "echelon", "backends", "memory.py")
 _RECORDING = os.path.join(os.sep, "echelon", "foresight", "")
 _INITIALIZATION = os.path.join(os.sep, "torch", "nn", "init.py")
 """File of torch that draws weights again, as long as one of them is out of bounds."""
-_MOST_READS = 5_000
+_MOST_READS = 20_000
 """Flags that one line may read in a row."""
 _SMALL = 1 << 16
 """Elements up to which real tensors stay real in an operation that takes no fake one."""

@@ -56,7 +56,7 @@ class Steps:
         """Its steps of a schedule, as in `Log.computed`."""
         self.live: Sequence[Allocate] = ()
         """Storages that were alive when it began."""
-        self.earlier: Sequence[Order] = ()
+        self.earlier: list[Order] = []
         """Communication, waits and events before it."""
         self.num_done = 0
         self._log = log
@@ -131,7 +131,7 @@ class Steps:
         """Ends a step after `position` entries and `num_calls` calls."""
         self._log.calls.end_step(num_calls, position)
         if self.entries is not None:
-            self.earlier = (*self.earlier, *(entry for entry in self.entries if isinstance(entry, Order)))
+            self.earlier += [entry for entry in self.entries if isinstance(entry, Order)]
         self.entries, self.live = self._log.entries[:position], self._live_at_begin
         self.computed = self._log.drop(position)
         self._live_at_begin = live

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon._torch_private.distributed import all_gather_into
+from echelon._torch_private.modules import ddp_of_sync_batch_norm
 from echelon.foresight.record.here import recording_here
 
 
@@ -69,8 +70,5 @@ def _synchronized(
 @contextmanager
 def batch_norm_on_gpu() -> Iterator[None]:
     """Inside, SyncBatchNorm of recorded ranks runs, also in torch's DDP."""
-    with (
-        patch.object(nn.SyncBatchNorm, "forward", _synchronized(nn.SyncBatchNorm.forward)),
-        patch.object(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None),
-    ):
+    with patch.object(nn.SyncBatchNorm, "forward", _synchronized(nn.SyncBatchNorm.forward)), ddp_of_sync_batch_norm():
         yield

@@ -76,7 +76,7 @@ class TorchDistributed:
         self._backend = backend
         self._note_group = note_group
         self._asked: dict[int, str] = {}
-        """Backend of the first group, as the program asked for it, by rank."""
+        """Backend of the default group, as the program asked for it, by rank."""
         self._groups: dict[int, ProcessGroup] = {}
         self._contents: defaultdict[object, Contents] = defaultdict(dict)
         self._num_opened: defaultdict[object, int] = defaultdict(int)
@@ -180,9 +180,10 @@ class TorchDistributed:
                 registry = group_registry()
                 registry.pg_map[made] = (name, store)
                 registry.pg_backend_config[made] = f"cpu:{name}"
-                if ranks and (of_all := self._asked.get(group.rank)) and asked == _name_for_cpu(of_all):
+                if not ranks:
+                    self._asked[group.rank] = asked
+                elif asked == _name_for_cpu(of_all := self._asked.get(group.rank, asked)):
                     asked = of_all  # torch gives a later group the name of the first one
-                self._asked.setdefault(group.rank, asked)
                 self._note_group(made, asked)
             return made, store
 
