@@ -91,4 +91,4 @@ def test_nothing_that_reads_from_peers_can_unpickle():
             if is_load or {"pickle", "cloudpickle", "dill", "marshal", "shelve"} & set(names):
                 unpickling.add(str(path.relative_to(root)))
     of_children = {"launch/spawn.py", "launch/worker.py", "foresight/packed.py", "foresight/record/processes.py"}
-    assert unpickling <= of_children | {"foresight/record/writes.py"}
+    assert unpickling <= of_children | {"foresight/record/saved.py"}

@@ -104,7 +104,7 @@ def default_device_of(function: object) -> torch.device | None:
 
     None for other functions, and where there is none. The public `get_default_device` makes a tensor there.
     """
-    if function not in _device_constructors():  # type: ignore[no-untyped-call]
+    if function not in _device_constructors():
         return None
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)

@@ -1,10 +1,27 @@
-"""Checkpoints that recorded ranks have saved, for the ranks that are recorded later and load them."""
+"""Checkpoints of recorded ranks: their saves are skipped, and their loads find the shapes that were saved."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from echelon.checkpoint.saving import Handle
+from echelon.checkpoint.store import Store
+from echelon.errors import UnsupportedOp
+from echelon.foresight.record.here import Recording
+from echelon.foresight.record.overlay import Scratch
+from echelon.foresight.record.writer import skipping, unrecorded, writer
+
+_NOT_READ = "it cannot be read back: load one that exists before the script is foreseen, or none"
+"""Advice for a checkpoint that is not there."""
 
 
 class Checkpoint(NamedTuple):
@@ -63,3 +80,190 @@ class Saved:
         """Returns the last checkpoint that a rank saved to a path until a moment. None if there is none."""
         found = self._by_path.get(os.path.abspath(path), ())
         return next((each for each in reversed(found) if each.moment <= moment), None)
+
+
+class CheckpointCalls:
+    """Functions by which a recorded program saves checkpoints and finds them again."""
+
+    def __init__(self, scratch: Scratch, saved: Saved) -> None:
+        self._scratch = scratch
+        self._saved = saved
+
+    def replacements(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+        """Yields the functions with their replacements."""
+        yield torch.save, self._saving(torch.save, "torch.save")
+        yield torch.load, self._loading(torch.load, "torch.load")
+        dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+        for name, result in (("save", lambda: None), ("async_save", _done)):
+            original = getattr(dcp, name)
+            yield original, self._saving_apart(original, f"torch.distributed.checkpoint.{name}", result)
+        yield dcp.load, self._loading_apart(dcp.load, "torch.distributed.checkpoint.load")
+        yield torch.jit.save, skipping(torch.jit.save, "torch.jit.save")
+        yield torch.export.save, skipping(torch.export.save, "torch.export.save")
+        try:
+            safetensors: Any = importlib.import_module("safetensors.torch")
+        except ImportError:
+            pass
+        else:
+            yield safetensors.save_file, self._saving(safetensors.save_file, "safetensors.torch.save_file")
+            saved_model = self._saving(safetensors.save_model, "safetensors.torch.save_model", nn.Module.state_dict)
+            yield safetensors.save_model, saved_model
+            yield safetensors.load_file, self._loading(safetensors.load_file, "safetensors.torch.load_file")
+            yield safetensors.safe_open, self._loading_apart(safetensors.safe_open, "safetensors.safe_open")
+            arrays: Any = importlib.import_module("safetensors.numpy")
+            yield arrays.save_file, skipping(arrays.save_file, "safetensors.numpy.save_file")
+
+    def of_store(self) -> AbstractContextManager[object]:
+        """Returns a context in which `Store.save` is skipped."""
+        return patch.object(Store, "save", skipping(Store.save, "Store.save", _handle))
+
+    def find(self, recording: Recording, path: str) -> str | None:
+        """Returns the path in the recording's folder for a path of the program. None if the real path is used."""
+        found = recording.log.overlay.find(path) or path
+        with unrecorded():
+            return found if self._scratch.has(found) else None
+
+    def of_others(self, recording: Recording, path: str) -> str | None:
+        """Returns the file of a checkpoint that another rank has saved to a path before. None if there is none."""
+        return self._saved.before(path, recording.rank, recording.log.num_of_all)
+
+    def _saving(
+        self, original: Callable[..., None], name: str, state_of: Callable[[Any], object] = lambda state: state
+    ) -> Callable[..., None]:
+        """Wraps `torch.save`, or a function like it: the file has shapes, and takes no space."""
+        torch_save = torch.save
+
+        @functools.wraps(original)
+        def save(obj: object, *args: Any, **kwargs: Any) -> None:
+            recording = writer()
+            if recording is None:
+                original(obj, *args, **kwargs)
+                return
+            recording.log.skip(name)
+            path = self._path_of(recording, kwargs.get("f", kwargs.get("filename", args[0] if args else None)))
+            if path is None:
+                return
+            pickler = {"pickle_module": kwargs["pickle_module"]} if "pickle_module" in kwargs else {}
+            with unrecorded():
+                file = self._scratch.path_for(path)
+                try:
+                    with torch.serialization.skip_data(materialize_fake_tensors=True):
+                        torch_save(state_of(obj), file, **pickler)
+                except Exception:  # any class of the program may be one that cannot be saved so
+                    file = ""
+                self._keep(recording, path, file, name)
+
+        return save
+
+    def _path_of(self, recording: Recording, file: Any) -> str | None:
+        """Returns the program's path of a file, or of a path. None for others, such as a buffer in memory."""
+        if isinstance(file, str | os.PathLike):
+            return os.fsdecode(file)
+        name = getattr(file, "name", None)
+        return recording.log.overlay.origin(name) if isinstance(name, str) else None
+
+    def _keep(self, recording: Recording, path: str, file: str, name: str) -> None:
+        """Keeps a file of the recording as a checkpoint that the program has saved to a path. Empty: it has none."""
+        self._note(recording, path, file, name)
+        own = self.find(recording, path)
+        if own is not None and os.path.exists(own):
+            os.remove(own)
+        if not file:
+            recording.log.overlay.drop(path)
+            return
+        if own is None:
+            recording.log.overlay.put(path, own := self._scratch.path_for(path))
+        # A link, because the program may remove its file before other ranks are recorded.
+        os.link(file, own)
+
+    def _note(self, recording: Recording, path: str, file: str, name: str) -> None:
+        """Notes a checkpoint that a function of this name has saved."""
+        log = recording.log
+        saved_by = f"{name} at {log.line()}"
+        self._saved.add([Checkpoint(os.path.abspath(path), recording.rank, log.num_of_all, file, saved_by)])
+
+    def _saving_apart(self, original: Callable[..., Any], name: str, result: Callable[[], Any]) -> Callable[..., Any]:
+        """Wraps a function that saves a checkpoint in a form of its own, which is skipped."""
+
+        @functools.wraps(original)
+        def save(state: object, *args: Any, **kwargs: Any) -> Any:
+            recording = writer()
+            if recording is None:
+                return original(state, *args, **kwargs)
+            recording.log.skip(name)
+            if (path := _path_among(args, kwargs)) is not None:
+                self._note(recording, path, "", name)
+            return result()
+
+        return save
+
+    def _loading(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wraps `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
+        torch_load = torch.load
+
+        @functools.wraps(original)
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            recording = writer()
+            if recording is None or not isinstance(f, str | os.PathLike):
+                return original(f, *args, **kwargs)
+            found = self._checkpoint(recording, os.fsdecode(f), name)
+            if found is None:
+                return original(f, *args, **kwargs)
+            if original is not torch_load:
+                args, kwargs = (), {}
+            # By the file, since the name may end as one of safetensors. Its size is that of the tensors, which may be
+            # more than can be mapped.
+            with unrecorded(), open(found, "rb") as file:
+                return torch_load(file, *args, **{**kwargs, "mmap": False})
+
+        return load
+
+    def _loading_apart(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wraps a function that loads a checkpoint in a form of its own, which the program cannot have saved."""
+
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            recording, path = writer(), _path_among(args, kwargs)
+            if recording is not None and path is not None and self._checkpoint(recording, path, name) is not None:
+                raise UnsupportedOp(f"{name} of {path} at {recording.log.line()}: the script wrote it, and {_NOT_READ}")
+            return original(*args, **kwargs)
+
+        return load
+
+    def _checkpoint(self, recording: Recording, path: str, name: str) -> str | None:
+        """Returns the file of a checkpoint that the program has saved to a path. None if it has saved none.
+
+        Raises:
+            UnsupportedOp: the program has saved it, but it has no file.
+        """
+        found = self.find(recording, path) or self.of_others(recording, path)
+        if found is not None or (saved := self._saved.last(path, recording.log.num_of_all)) is None:
+            return found
+        with unrecorded():
+            if os.path.exists(path):
+                return None
+        if not saved.file:
+            line = recording.log.line()
+            raise UnsupportedOp(f"{name} of {path} at {line}: {saved.saved_by} was skipped, and {_NOT_READ}")
+        return saved.file
+
+
+def _path_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Returns the path of a checkpoint among the arguments of a call. None if there is none."""
+    for each in (*args, *kwargs.values()):
+        path = getattr(each, "path", each)  # a reader and a writer of torch's checkpoints have a path
+        if isinstance(path, str | os.PathLike):
+            return os.fsdecode(path)
+    return None
+
+
+def _done() -> Any:
+    from concurrent.futures import Future
+
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _handle() -> Handle:
+    return Handle(0, lambda: None, lambda: True)

@@ -1,14 +1,12 @@
 """Writes of a recorded program, which are skipped: tensors without values must not overwrite a checkpoint.
 
-Functions of libraries are replaced wherever a module holds them, since programs import them by name. Threads that
-neither belong to a recorded rank nor were started by one call the original functions.
+Functions of libraries are replaced wherever a module holds them, since programs import them by name.
 """
 
 from __future__ import annotations
 
 import builtins
 import functools
-import importlib
 import io
 import os
 import shlex
@@ -19,21 +17,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
-from torch import nn
 
 from echelon.call_site import is_foreign
-from echelon.checkpoint.saving import Handle
-from echelon.checkpoint.store import Store
-from echelon.errors import UnsupportedOp
-from echelon.foresight.record.here import Recording, recording_here
+from echelon.foresight.record.here import Recording
 from echelon.foresight.record.overlay import Scratch
-from echelon.foresight.record.saved import Checkpoint, Saved
+from echelon.foresight.record.saved import CheckpointCalls, Saved
+from echelon.foresight.record.writer import inheriting, skipping, unrecorded, writer
 
 _CHANGES = (
     "mkfifo",
@@ -59,8 +53,6 @@ _SHELLS = frozenset({"subprocess", "os"})
 """Modules between a program and the start of a process."""
 _BUILT_IN = frozenset({"posix", "nt"})
 """Modules of `os` whose functions Python calls for its cache of bytecode."""
-_NOT_READ = "it cannot be read back: load one that exists before the script is foreseen, or none"
-"""Advice for a checkpoint that is not there."""
 
 
 @contextmanager
@@ -72,13 +64,13 @@ def no_writes(saved: Saved, *, allow_files: bool) -> Iterator[None]:
         allow_files: whether they may open files for writing, and change folders, nevertheless.
     """
     with ExitStack() as stack:
-        stack.enter_context(patch.object(threading.Thread, "start", _inheriting(threading.Thread.start)))
+        stack.enter_context(patch.object(threading.Thread, "start", inheriting(threading.Thread.start)))
         # Made first, removed last: by the real functions.
         scratch = Scratch(stack.enter_context(tempfile.TemporaryDirectory(prefix="echelon-foresee-")))
-        files = _Files(scratch, saved, allow_files)
-        stack.enter_context(_replaced_everywhere(dict(_checkpoints())))
-        stack.enter_context(_replaced_everywhere(dict(files.of_checkpoints())))
-        stack.enter_context(patch.object(Store, "save", _skipping(Store.save, "Store.save", _saved)))
+        checkpoints = CheckpointCalls(scratch, saved)
+        files = _Files(scratch, saved, checkpoints, allow_files)
+        stack.enter_context(_replaced_everywhere({**dict(checkpoints.replacements()), **dict(files.of_checkpoints())}))
+        stack.enter_context(checkpoints.of_store())
         if not allow_files:
             stack.enter_context(_replaced_everywhere(dict(files.replacements())))
             stack.enter_context(patch.object(subprocess.Popen, "__init__", _ending_at_once(subprocess.Popen.__init__)))
@@ -89,31 +81,15 @@ def no_writes(saved: Saved, *, allow_files: bool) -> Iterator[None]:
 class _Files:
     """Functions of files, as a recorded program calls them."""
 
-    def __init__(self, scratch: Scratch, saved: Saved, allows: bool) -> None:
-        """Takes the folder of the recording, checkpoints of all ranks, and whether the program may change files."""
+    def __init__(self, scratch: Scratch, saved: Saved, checkpoints: CheckpointCalls, allows: bool) -> None:
+        """Takes the folder of the recording, the checkpoints, and whether the program may change files."""
         self._scratch = scratch
         self._saved = saved
+        self._checkpoints = checkpoints
         self._allows = allows
 
     def of_checkpoints(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """Yields functions by which a program saves checkpoints and finds them again, with their replacements."""
-        yield torch.save, self._saving(torch.save, "torch.save")
-        yield torch.load, self._loading(torch.load, "torch.load")
-        dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-        for name, result in (("save", lambda: None), ("async_save", _done)):
-            original = getattr(dcp, name)
-            yield original, self._saving_apart(original, f"torch.distributed.checkpoint.{name}", result)
-        yield dcp.load, self._loading_apart(dcp.load, "torch.distributed.checkpoint.load")
-        try:
-            safetensors: Any = importlib.import_module("safetensors.torch")
-        except ImportError:
-            pass
-        else:
-            yield safetensors.save_file, self._saving(safetensors.save_file, "safetensors.torch.save_file")
-            saved_model = self._saving(safetensors.save_model, "safetensors.torch.save_model", nn.Module.state_dict)
-            yield safetensors.save_model, saved_model
-            yield safetensors.load_file, self._loading(safetensors.load_file, "safetensors.torch.load_file")
-            yield safetensors.safe_open, self._loading_apart(safetensors.safe_open, "safetensors.safe_open")
+        """Yields functions by which a program finds its checkpoints again, with their replacements."""
         yield builtins.open, self._opening(builtins.open)
         for name in ("remove", "unlink"):
             yield getattr(os, name), self._changing(getattr(os, name), f"os.{name}", drops=True)
@@ -132,145 +108,15 @@ class _Files:
         yield shutil.rmtree, self._changing(shutil.rmtree, "shutil.rmtree", drops=True)
         yield os.removedirs, self._changing(os.removedirs, "os.removedirs", drops=True)
         yield os.listdir, self._listing(os.listdir)
-        yield os.system, _skipping(os.system, "os.system", lambda: 0)
+        yield os.system, skipping(os.system, "os.system", lambda: 0)
         yield np.savetxt, self._saving_text(np.savetxt)
-        yield os.link, _skipping(os.link, "os.link")
-        yield os.symlink, _skipping(os.symlink, "os.symlink")
+        yield os.link, skipping(os.link, "os.link")
+        yield os.symlink, skipping(os.symlink, "os.symlink")
         yield tempfile.gettempdir, self._temporary_folder(tempfile.gettempdir)
         yield tempfile.NamedTemporaryFile, self._kept(tempfile.NamedTemporaryFile)
         for name in _CHANGES:
             if hasattr(os, name):
                 yield getattr(os, name), self._changing(getattr(os, name), f"os.{name}", drops=name == "rmdir")
-
-    def _find(self, recording: Recording, path: str) -> str | None:
-        """Returns the path in the recording's folder for a path of the program. None if the real path is used."""
-        found = recording.log.overlay.find(path) or path
-        with _unrecorded():
-            return found if self._scratch.has(found) else None
-
-    def _of_others(self, recording: Recording, path: str) -> str | None:
-        """Returns the file of a checkpoint that another rank has saved to a path before. None if there is none."""
-        return self._saved.before(path, recording.rank, recording.log.num_of_all)
-
-    def _saving(
-        self, original: Callable[..., None], name: str, state_of: Callable[[Any], object] = lambda state: state
-    ) -> Callable[..., None]:
-        """Wraps `torch.save`, or a function like it: the file has shapes, and takes no space."""
-        torch_save = torch.save
-
-        @functools.wraps(original)
-        def save(obj: object, *args: Any, **kwargs: Any) -> None:
-            recording = _writer()
-            if recording is None:
-                original(obj, *args, **kwargs)
-                return
-            recording.log.skip(name)
-            path = self._path_of(recording, kwargs.get("f", kwargs.get("filename", args[0] if args else None)))
-            if path is None:
-                return
-            pickler = {"pickle_module": kwargs["pickle_module"]} if "pickle_module" in kwargs else {}
-            with _unrecorded():
-                file = self._scratch.path_for(path)
-                try:
-                    with torch.serialization.skip_data(materialize_fake_tensors=True):
-                        torch_save(state_of(obj), file, **pickler)
-                except Exception:  # any class of the program may be one that cannot be saved so
-                    file = ""
-                self._keep(recording, path, file, name)
-
-        return save
-
-    def _path_of(self, recording: Recording, file: Any) -> str | None:
-        """Returns the program's path of a file, or of a path. None for others, such as a buffer in memory."""
-        if isinstance(file, str | os.PathLike):
-            return os.fsdecode(file)
-        name = getattr(file, "name", None)
-        return recording.log.overlay.origin(name) if isinstance(name, str) else None
-
-    def _keep(self, recording: Recording, path: str, file: str, name: str) -> None:
-        """Keeps a file of the recording as a checkpoint that the program has saved to a path. Empty: it has none."""
-        self._note(recording, path, file, name)
-        own = self._find(recording, path)
-        if own is not None and os.path.exists(own):
-            os.remove(own)
-        if not file:
-            recording.log.overlay.drop(path)
-            return
-        if own is None:
-            recording.log.overlay.put(path, own := self._scratch.path_for(path))
-        # A link, because the program may remove its file before other ranks are recorded.
-        os.link(file, own)
-
-    def _note(self, recording: Recording, path: str, file: str, name: str) -> None:
-        """Notes a checkpoint that a function of this name has saved."""
-        log = recording.log
-        saved_by = f"{name} at {log.line()}"
-        self._saved.add([Checkpoint(os.path.abspath(path), recording.rank, log.num_of_all, file, saved_by)])
-
-    def _saving_apart(self, original: Callable[..., Any], name: str, result: Callable[[], Any]) -> Callable[..., Any]:
-        """Wraps a function that saves a checkpoint in a form of its own, which is skipped."""
-
-        @functools.wraps(original)
-        def save(state: object, *args: Any, **kwargs: Any) -> Any:
-            recording = _writer()
-            if recording is None:
-                return original(state, *args, **kwargs)
-            recording.log.skip(name)
-            if (path := _path_among(args, kwargs)) is not None:
-                self._note(recording, path, "", name)
-            return result()
-
-        return save
-
-    def _loading(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wraps `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
-        torch_load = torch.load
-
-        @functools.wraps(original)
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            recording = _writer()
-            if recording is None or not isinstance(f, str | os.PathLike):
-                return original(f, *args, **kwargs)
-            found = self._checkpoint(recording, os.fsdecode(f), name)
-            if found is None:
-                return original(f, *args, **kwargs)
-            if original is not torch_load:
-                args, kwargs = (), {}
-            # By the file, since the name may end as one of safetensors. Its size is that of the tensors, which may be
-            # more than can be mapped.
-            with _unrecorded(), open(found, "rb") as file:
-                return torch_load(file, *args, **{**kwargs, "mmap": False})
-
-        return load
-
-    def _loading_apart(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wraps a function that loads a checkpoint in a form of its own, which the program cannot have saved."""
-
-        @functools.wraps(original)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            recording, path = _writer(), _path_among(args, kwargs)
-            if recording is not None and path is not None and self._checkpoint(recording, path, name) is not None:
-                raise UnsupportedOp(f"{name} of {path} at {recording.log.line()}: the script wrote it, and {_NOT_READ}")
-            return original(*args, **kwargs)
-
-        return load
-
-    def _checkpoint(self, recording: Recording, path: str, name: str) -> str | None:
-        """Returns the file of a checkpoint that the program has saved to a path. None if it has saved none.
-
-        Raises:
-            UnsupportedOp: the program has saved it, but it has no file.
-        """
-        found = self._find(recording, path) or self._of_others(recording, path)
-        if found is not None or (saved := self._saved.last(path, recording.log.num_of_all)) is None:
-            return found
-        with _unrecorded():
-            if os.path.exists(path):
-                return None
-        if not saved.file:
-            line = recording.log.line()
-            raise UnsupportedOp(f"{name} of {path} at {line}: {saved.saved_by} was skipped, and {_NOT_READ}")
-        return saved.file
 
     def _target(self, recording: Recording, path: str, *, copies: bool) -> str:
         """Returns the path to write in place of a path of the program, and notes the write.
@@ -280,7 +126,7 @@ class _Files:
             path: path of the program.
             copies: whether the present content is needed.
         """
-        found = self._find(recording, path)
+        found = self._checkpoints.find(recording, path)
         if found != path:
             recording.log.skip(f"a write of {path}")
         if found is None:
@@ -293,7 +139,7 @@ class _Files:
     def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            recording = None if isinstance(file, int) or _has_opener(args, kwargs) else _writer()
+            recording = None if isinstance(file, int) or _has_opener(args, kwargs) else writer()
             if recording is None or not isinstance(mode, str):
                 return original(file, mode, *args, **kwargs)
             path = os.fsdecode(file)
@@ -302,11 +148,13 @@ class _Files:
             writes = any(letter in mode for letter in "wax+")
             if writes and self._allows:
                 return original(file, mode, *args, **kwargs)
-            with _unrecorded():
+            with unrecorded():
                 if writes:
                     file = self._target(recording, path, copies="w" not in mode and "x" not in mode)
                 else:
-                    file = self._find(recording, path) or self._of_others(recording, path) or file
+                    file = (
+                        self._checkpoints.find(recording, path) or self._checkpoints.of_others(recording, path) or file
+                    )
                 return original(file, mode, *args, **kwargs)
 
         return open
@@ -314,15 +162,15 @@ class _Files:
     def _opening_descriptor(self, original: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(original)
         def open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            recording = _writer()
+            recording = writer()
             if recording is None or _is_device(os.fsdecode(path)):
                 return original(path, flags, mode, dir_fd=dir_fd)
             name = os.fsdecode(path)
             # A file without a name is in no folder, though it is opened by the name of one.
             if not flags & _WRITING or flags & _NAMELESS == _NAMELESS:
-                found = self._find(recording, name) if dir_fd is None else None
+                found = self._checkpoints.find(recording, name) if dir_fd is None else None
                 return original(found or path, flags, mode, dir_fd=dir_fd)
-            with _unrecorded():
+            with unrecorded():
                 path = self._target(recording, name, copies=not flags & os.O_TRUNC)
                 return original(path, flags | os.O_CREAT, mode)
 
@@ -346,9 +194,9 @@ class _Files:
             """File without a buffer."""
 
             def __init__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-                recording = None if isinstance(file, int) or _has_opener(args, kwargs) else _writer()
+                recording = None if isinstance(file, int) or _has_opener(args, kwargs) else writer()
                 if recording is not None and any(letter in mode for letter in "wax+"):
-                    with _unrecorded():
+                    with unrecorded():
                         file = files._target(recording, os.fsdecode(file), copies="a" in mode or "r" in mode)
                 super().__init__(file, mode, *args, **kwargs)
 
@@ -359,13 +207,13 @@ class _Files:
 
         @functools.wraps(original)
         def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
-            recording = _writer()
+            recording = writer()
             name = os.fsdecode(database)
             if recording is None or name in ("", ":memory:") or "mode=ro" in name or "mode=memory" in name:
                 return original(database, *args, **kwargs)
             if kwargs.get("uri") and name.startswith("file:"):
                 name = name.removeprefix("file:").partition("?")[0]
-            with _unrecorded():
+            with unrecorded():
                 return original(self._target(recording, name, copies=True), *args, **kwargs)
 
         return connect
@@ -375,9 +223,9 @@ class _Files:
 
         @functools.wraps(original)
         def save(fname: Any, *args: Any, **kwargs: Any) -> None:
-            recording = None if hasattr(fname, "write") else _writer()
+            recording = None if hasattr(fname, "write") else writer()
             if recording is not None:
-                with _unrecorded():
+                with unrecorded():
                     fname = self._target(recording, os.fsdecode(fname), copies=False)
             original(fname, *args, **kwargs)
 
@@ -388,10 +236,10 @@ class _Files:
 
         @functools.wraps(original)
         def new(cls: Any, filename: Any, dtype: Any = np.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
-            recording = None if hasattr(filename, "read") else _writer()
+            recording = None if hasattr(filename, "read") else writer()
             if recording is not None and mode in ("r+", "readwrite"):
                 path = os.fsdecode(filename)
-                if self._find(recording, path) is None:
+                if self._checkpoints.find(recording, path) is None:
                     recording.log.skip(f"a write of {path}")
                     mode = "c"
             return original(cls, filename, dtype, mode, *args, **kwargs)
@@ -401,17 +249,17 @@ class _Files:
     def _making(self, original: Callable[..., None], name: str) -> Callable[..., None]:
         @functools.wraps(original)
         def make(path: Any, *args: Any, **kwargs: Any) -> None:
-            recording = _writer()
+            recording = writer()
             if recording is None:
                 original(path, *args, **kwargs)
                 return
             text = os.fsdecode(path)
-            if kwargs.get("dir_fd") is None and (found := self._find(recording, text)) is not None:
-                with _unrecorded():
+            if kwargs.get("dir_fd") is None and (found := self._checkpoints.find(recording, text)) is not None:
+                with unrecorded():
                     original(found, *args, **kwargs)
                 return
             recording.log.skip(name)
-            with _unrecorded():
+            with unrecorded():
                 if not os.path.isdir(text):
                     folder = self._scratch.path_for(text)
                     os.mkdir(folder)
@@ -422,17 +270,17 @@ class _Files:
     def _changing(self, original: Callable[..., Any], name: str, *, drops: bool) -> Callable[..., Any]:
         @functools.wraps(original)
         def change(path: Any, *args: Any, **kwargs: Any) -> Any:
-            recording = _writer()
+            recording = writer()
             if recording is None:
                 return original(path, *args, **kwargs)
             is_path = not isinstance(path, int) and kwargs.get("dir_fd") is None
-            found = self._find(recording, os.fsdecode(path)) if is_path else None
+            found = self._checkpoints.find(recording, os.fsdecode(path)) if is_path else None
             if found is None:
                 if self._allows:
                     return original(path, *args, **kwargs)
                 recording.log.skip(name)
                 return None
-            with _unrecorded():
+            with unrecorded():
                 result = original(found, *args, **kwargs)
             if drops:
                 recording.log.overlay.drop(os.fsdecode(path))
@@ -443,13 +291,13 @@ class _Files:
     def _renaming(self, original: Callable[..., None], name: str) -> Callable[..., None]:
         @functools.wraps(original)
         def rename(src: Any, dst: Any, **kwargs: Any) -> None:
-            recording = _writer()
+            recording = writer()
             if recording is None:
                 original(src, dst, **kwargs)
                 return
             is_path = kwargs.get("src_dir_fd") is None and kwargs.get("dst_dir_fd") is None
             old, new = os.fsdecode(src), os.fsdecode(dst)
-            found = self._find(recording, old) if is_path else None
+            found = self._checkpoints.find(recording, old) if is_path else None
             if found is None and self._allows:
                 original(src, dst, **kwargs)
                 return
@@ -464,7 +312,7 @@ class _Files:
     def _temporary_folder(self, original: Callable[[], str]) -> Callable[[], str]:
         @functools.wraps(original)
         def gettempdir() -> str:
-            return original() if _writer() is None else self._scratch.temporary
+            return original() if writer() is None else self._scratch.temporary
 
         return gettempdir
 
@@ -473,7 +321,7 @@ class _Files:
 
         @functools.wraps(original)
         def named(*args: Any, **kwargs: Any) -> Any:
-            if _writer() is not None:
+            if writer() is not None:
                 args, kwargs = args[:7], {**kwargs, "delete": False}
             return original(*args, **kwargs)
 
@@ -482,13 +330,13 @@ class _Files:
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            recording = None if isinstance(path, int) or path is None else _writer()
+            recording = None if isinstance(path, int) or path is None else writer()
             if recording is not None:
                 name = os.fsdecode(path)
                 if recording.log.overlay.find(name) is not None:
-                    path = self._find(recording, name) or path
+                    path = self._checkpoints.find(recording, name) or path
                 else:
-                    path = self._of_others(recording, name) or path
+                    path = self._checkpoints.of_others(recording, name) or path
             return original(path, *args, **kwargs)
 
         return read
@@ -496,11 +344,11 @@ class _Files:
     def _listing(self, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         @functools.wraps(original)
         def listdir(path: Any = ".") -> list[Any]:
-            recording = None if isinstance(path, int | bytes) else _writer()
+            recording = None if isinstance(path, int | bytes) else writer()
             if recording is None:
                 return original(path)
             folder = os.fspath(path or ".")
-            names = original(self._find(recording, folder) or folder)
+            names = original(self._checkpoints.find(recording, folder) or folder)
             written = recording.log.overlay.names_in(folder)
             return [*names, *(name for name in written if name not in names)]
 
@@ -509,15 +357,6 @@ class _Files:
 
 def _has_opener(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("opener") is not None or any(callable(each) for each in args[-1:])
-
-
-def _path_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Returns the path of a checkpoint among the arguments of a call. None if there is none."""
-    for each in (*args, *kwargs.values()):
-        path = getattr(each, "path", each)  # a reader and a writer of torch's checkpoints have a path
-        if isinstance(path, str | os.PathLike):
-            return os.fsdecode(path)
-    return None
 
 
 def _is_device(path: str) -> bool:
@@ -529,7 +368,7 @@ def _ending_at_once(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def init(self: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
-        recording = _writer()
+        recording = writer()
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__") in _SHELLS and frame.f_back is not None:
             frame = frame.f_back
@@ -543,71 +382,6 @@ def _ending_at_once(original: Callable[..., None]) -> Callable[..., None]:
         original(self, [sys.executable, "-S", "-E", "-c", ""], *rest[:1], **kwargs)
 
     return init
-
-
-def _checkpoints() -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Yields functions that write tensors, with their replacements."""
-    yield torch.jit.save, _skipping(torch.jit.save, "torch.jit.save")
-    yield torch.export.save, _skipping(torch.export.save, "torch.export.save")
-    with suppress(ImportError):
-        arrays: Any = importlib.import_module("safetensors.numpy")
-        yield arrays.save_file, _skipping(arrays.save_file, "safetensors.numpy.save_file")
-
-
-def _saved() -> Handle:
-    return Handle(0, lambda: None, lambda: True)
-
-
-def _done() -> Any:
-    from concurrent.futures import Future
-
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
-
-
-def _writer() -> Recording | None:
-    """Returns the recording of the calling thread, or of the one that started it."""
-    if getattr(_own, "calls", False):
-        return None
-    return recording_here() or getattr(threading.current_thread(), _STARTED_BY, None)
-
-
-@contextmanager
-def _unrecorded() -> Iterator[None]:
-    """Inside, the calling thread uses real files."""
-    before = getattr(_own, "calls", False)
-    _own.calls = True
-    try:
-        yield
-    finally:
-        _own.calls = before
-
-
-_own = threading.local()
-_STARTED_BY = "_started_by_recording"
-
-
-def _inheriting(original: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    @functools.wraps(original)
-    def start(thread: threading.Thread) -> None:
-        if (recording := _writer()) is not None:
-            setattr(thread, _STARTED_BY, recording)
-        original(thread)
-
-    return start
-
-
-def _skipping(original: Callable[..., Any], name: str, result: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def skip(*args: Any, **kwargs: Any) -> Any:
-        recording = _writer()
-        if recording is None:
-            return original(*args, **kwargs)
-        recording.log.skip(name)
-        return result()
-
-    return skip
 
 
 @contextmanager
