@@ -65,6 +65,11 @@ def place_of_thread(ident: int | None) -> Place | None:
     return _place_in(None if ident is None else sys._current_frames().get(ident))
 
 
+def runs_in_other_threads(ident: int) -> bool:
+    """Whether the user's code runs in another thread than this one."""
+    return any(each != ident and _place_in(frame) is not None for each, frame in sys._current_frames().items())
+
+
 def _place_in(frame: FrameType | None) -> Place | None:
     """Returns the innermost call site in the user's code, from a frame outwards. None if there is none."""
     module = ""

@@ -124,6 +124,27 @@ def wait_in_two_threads(group):
         return second.all_reduce(torch.ones(3))[0].item(), beside.result()[0].item()
 
 
+def call_later(first):
+    time.sleep(3.5)
+    return first.all_reduce(torch.ones(3))
+
+
+def make_the_first_call_in_another_thread(group):
+    first, second = (group.subgroup([0, 1], name=name) for name in ("first", "second"))
+    if group.rank == 0:
+        return first.all_reduce(torch.ones(3))[0].item(), second.all_reduce(torch.ones(3))[0].item()
+    with ThreadPoolExecutor() as executor:
+        later = executor.submit(call_later, first)
+        second_sum = second.all_reduce(torch.ones(3))[0].item()
+        return later.result()[0].item(), second_sum
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_a_call_to_come_of_another_thread_is_no_deadlock(pool, backend):
+    assert pool.run(make_the_first_call_in_another_thread, 2, backend=backend) == [(2.0, 2.0)] * 2
+
+
 def send_late(group):
     time.sleep(3.5)
     group.send(torch.ones(1), 0)

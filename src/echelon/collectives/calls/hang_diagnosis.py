@@ -3,8 +3,8 @@
 Strategy. A waiting rank queries the rank that it waits for, after a second and then at doubling intervals. If the peer
 has called another operation in its place, or has finished it, the awaited message will never come. The same holds if
 the peer's program waits for this rank in a collective of another group, which this rank has not called, while this
-rank's program waits here: both by their main threads, which alone call collectives. At the timeout all ranks are
-queried, so that the error names the rank that is behind, not a rank that itself waits for it.
+rank's program waits here. Both wait in their main threads, and no other thread runs code of the program. At the timeout
+all ranks are queried, so that the error names the rank that is behind, not a rank that itself waits for it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from threading import get_ident, main_thread
 from echelon.backends.base import Backend
 from echelon.backends.status import Question, Standing, Status
 from echelon.backends.work import is_waited_for
+from echelon.call_site import runs_in_other_threads
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
 from echelon.operation_records import OperationRecord
 from echelon.wording import listed
@@ -97,13 +98,14 @@ class HangDiagnosis:
     def blocks_for(self, rank: int) -> bool:
         """Whether the program makes no other call until a rank has taken part in this collective.
 
-        False if it cannot be known, as where other threads than the main one call collectives.
+        False if it cannot be known, as where other threads than the main one run the program's code.
         """
         flight = self._flight
         return (
             self._awaited == rank
             and flight.thread == main_thread().ident
             and self._backend.flight_recorder.callers() == {flight.thread}
+            and not runs_in_other_threads(flight.thread)
             and (self._is_called_here or is_waited_for(flight))
         )
 

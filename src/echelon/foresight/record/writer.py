@@ -1,6 +1,6 @@
 """Calls of files by a recorded program, apart from calls that the recording makes itself.
 
-Threads that neither belong to a recorded rank nor were started by one use files as ever.
+Threads that neither belong to a recorded rank nor were started by one use real files.
 """
 
 from __future__ import annotations
