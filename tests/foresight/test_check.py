@@ -5,8 +5,10 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 
 from echelon import CollectiveMismatch, DeadlockError, foresee
+from echelon.checkpoint import Store
 from tests.foresight import programs
 from tests.foresight.planted import RANKS, plant
 
@@ -128,6 +130,29 @@ def test_ranks_of_a_role_may_differ_before_the_step():
     assert foresee(one_pair_warms_up, 32, ((0, 1),)).step_seconds > 0
     with pytest.raises(CollectiveMismatch, match=r"12 bytes .* on rank 0, but .* on rank 1"):
         foresee(one_pair_warms_up, 32, ((0,),))
+
+
+def saves(ranks):
+    programs.begin()
+    layer = torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.SGD(layer.parameters())
+    for _ in range(2):
+        layer(torch.ones(2, 8, device="cuda")).sum().backward()
+        torch.save(layer.state_dict(), "model.pt") if dist.get_rank() == 0 else None
+        if dist.get_rank() in ranks:
+            dist.checkpoint.save(layer.state_dict(), checkpoint_id="folder")
+            Store("runs").save(1, model=layer)
+        optimizer.step()
+
+
+def test_checkpoint_that_only_some_ranks_save_is_a_problem():
+    assert not foresee(saves, 2, ((0, 1),)).problems
+    found = foresee(saves, 2, ((0,),)).problems
+    assert [each.kind for each in found] == ["save of some ranks"] * 2
+    assert re.match(
+        r"torch.distributed.checkpoint.save at .*test_check.py:\d+ is called on rank 0, but not", str(found[0])
+    )
+    assert re.match(r"Store.save at .*test_check.py:\d+ is called on rank 0, but not on rank 1: every", str(found[1]))
 
 
 def test_reduction_in_bfloat16_is_a_problem():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 from echelon.errors import CollectiveMismatch, DeadlockError
 from echelon.foresight.trace import Collective, Entry, Group, HostWait, Message, RecordEvent, Trace, Wait, WaitEvent
-from echelon.wording import counted
+from echelon.wording import counted, listed
 
 Communication: TypeAlias = Collective | Message
 
+_SAVES = ("torch.distributed.checkpoint.", "Store.save ")
+"""Beginnings of the names of saves that all ranks of a group make together."""
 _NARROW = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
 
@@ -48,7 +50,7 @@ def check(traces: Mapping[int, Trace], classes: Sequence[int]) -> list[Problem]:
     check_collectives(whole)
     check_messages(whole)
     check_order(whole)
-    return list(narrow_reductions(traces))
+    return [*saves_of_some_ranks(traces), *narrow_reductions(traces)]
 
 
 # Collectives
@@ -327,17 +329,13 @@ class _Order:
                 continue
             partners = self._partners.get((rank, waited.number), [])
             late = sorted(other for other, each in partners if (other, each) not in self._begun)
-            lines.append(f"rank {rank} waits for {_listed(late)} in {text_of(self._traces[rank], waited)}")
+            whom = listed(late) if late else "an operation before it"
+            lines.append(f"rank {rank} waits for {whom} in {text_of(self._traces[rank], waited)}")
         return (
             "ranks wait for each other for ever: "
             + "; ".join(lines or ["no rank can go on"])
             + (": all ranks must start operations that depend on each other in the same order")
         )
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    texts = [f"rank {rank}" for rank in ranks]
-    return " and ".join(texts) if texts else "an operation before it"
 
 
 def check_order(traces: Mapping[int, Trace]) -> None:
@@ -347,6 +345,21 @@ def check_order(traces: Mapping[int, Trace]) -> None:
         DeadlockError: they wait for each other for ever, as when two ranks use two groups in different orders.
     """
     _Order(traces).run()
+
+
+# Checkpoints
+
+
+def saves_of_some_ranks(traces: Mapping[int, Trace]) -> Iterator[Problem]:
+    """Yields the skipped saves by all ranks of a group that some recorded ranks have not called, one for each line."""
+    saves = {rank: [each for each in trace.skipped if each.startswith(_SAVES)] for rank, trace in traces.items()}
+    for text in dict.fromkeys(each for of_rank in saves.values() for each in of_rank):
+        callers = [rank for rank, of_rank in saves.items() if text in of_rank]
+        if others := sorted(saves.keys() - callers):
+            yield Problem(
+                "save of some ranks",
+                f"{text} is called on {listed(callers)}, but not on {listed(others)}: every rank of its group calls it",
+            )
 
 
 # Reductions in a narrow type
