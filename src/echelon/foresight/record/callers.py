@@ -1,4 +1,4 @@
-"""Caller of a communication: a line of the program itself, or a library that communicates for it."""
+"""Callers of operations and of communication: files of torch, or lines of the program itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,27 @@ _OF_GROUPS = tuple(
 """Folders and files of this package between a call of a group and its collective. Other ones call groups themselves."""
 _CALLS = os.path.join("torch", "distributed", "distributed_c10d.py")
 """File of torch with the functions that a program calls."""
-_BETWEEN = (
+BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
+"""Files of torch between an operation and its caller."""
+_BEFORE_CALLS = (
+    *BETWEEN,
     os.path.join("torch", "distributed", "c10d_logger.py"),
     os.path.join("torch", "overrides.py"),
-    os.path.join("torch", "_ops.py"),
-    os.path.join("torch", "utils", "_device.py"),
     "contextlib.py",
 )
-"""Files between such a function and its caller."""
+"""Files between a function that communicates and its caller."""
+
+
+def calling_file(between: tuple[str, ...] = BETWEEN) -> str:
+    """Returns the file that calls an operation. Empty if there is none.
+
+    Args:
+        between: ends of paths of torch's own files between the operation and its caller.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (is_own(path := frame.f_code.co_filename) or path.endswith(between)):
+        frame = frame.f_back
+    return "" if frame is None else path
 
 
 def called_by_program() -> str:
@@ -37,7 +50,7 @@ def called_by_program() -> str:
             name = frame.f_code.co_name
         elif path.endswith(_CALLS):
             name = frame.f_code.co_name
-        elif not path.endswith(_BETWEEN):
+        elif not path.endswith(_BEFORE_CALLS):
             return "" if is_foreign(path) else name
         frame = frame.f_back
     return ""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from types import FrameType
 
 import torch
 
 from echelon._torch_private.autograd import is_in_backward
 from echelon._torch_private.tensors import FakeTensor, local_part, storage_address
-from echelon.call_site import is_own
+from echelon.foresight.record.callers import calling_file
 from echelon.foresight.record.log import Log
 from echelon.foresight.trace import Allocate, Entry, Free, MemoryKind
 
@@ -150,12 +148,7 @@ class Memory:
 
 def _is_for_communication() -> bool:
     """Whether torch's own code for parallelism makes a tensor, such as the buffers of FSDP and the buckets of DDP."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and (is_own(path := frame.f_code.co_filename) or path.endswith(_BETWEEN)):
-        frame = frame.f_back
-    if frame is None:
-        return False
-    path = frame.f_code.co_filename
+    path = calling_file(_BETWEEN)
     return any(folder in path for folder in _PARALLEL) or path.endswith(_REPLICAS)
 
 

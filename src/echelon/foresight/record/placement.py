@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon._torch_private.tensors import FakeTensor, local_part, without_functions
-from echelon.call_site import is_foreign, is_own
+from echelon.call_site import is_foreign
+from echelon.foresight.record.callers import calling_file
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 
@@ -54,8 +55,6 @@ _MOVERS = tuple(
     os.path.join("torch", "distributed", name, "") for name in ("tensor", "fsdp", "checkpoint", "_composable")
 )
 """Folders of torch whose collectives move tensors to the device of their mesh."""
-_BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
-"""Files of torch between an operation and its caller."""
 
 
 class Placement:
@@ -213,9 +212,4 @@ def _of_library() -> bool:
 
 def _of_distributed() -> bool:
     """Whether torch's own code for parallelism calls an operator. It moves tensors to the device of its mesh."""
-    frame = sys._getframe(3)
-    while frame.f_back is not None and (
-        is_own(frame.f_code.co_filename) or frame.f_code.co_filename.endswith(_BETWEEN)
-    ):
-        frame = frame.f_back
-    return _DISTRIBUTED in frame.f_code.co_filename
+    return _DISTRIBUTED in calling_file()

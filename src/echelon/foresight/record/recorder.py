@@ -22,6 +22,7 @@ from echelon._torch_private.tensors import (
 )
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
+from echelon.foresight.record.callers import BETWEEN, calling_file
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.here import Recording
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
@@ -39,8 +40,6 @@ _REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 """File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
 _DEVICE_OF = torch.ops.prim.device.default
 _INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
-_BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
-"""Files of torch between an operation and its caller."""
 _OWN_ON_HOST = tuple(
     os.path.join(os.sep, "echelon", *parts)
     for parts in (
@@ -259,14 +258,9 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
         small = all(each.numel() <= (1 if each.is_floating_point() else _SMALL) for each in inputs)
         return small or _of_own(sys._getframe(2)) is not None
     # For an operator without inputs, only the caller shows whether its tensor needs values.
-    frame = sys._getframe(2)
-    if (own := _of_own(frame)) is not None:
+    if (own := _of_own(sys._getframe(2))) is not None:
         return own.endswith(_OWN_ON_HOST)
-    while frame.f_back is not None and (
-        is_own(frame.f_code.co_filename) or frame.f_code.co_filename.endswith(_BETWEEN)
-    ):
-        frame = frame.f_back
-    path = frame.f_code.co_filename
+    path = calling_file()
     if path.endswith(_REPLICAS):
         return kwargs.get("dtype") in _INTEGERS
     return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
@@ -274,10 +268,7 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
 
 def _of_initialization() -> bool:
     """Whether torch's initialization of weights reads a value."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and (is_own(path := frame.f_code.co_filename) or path.endswith((*_BETWEEN, "_tensor.py"))):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.endswith(_INITIALIZATION)
+    return calling_file((*BETWEEN, "_tensor.py")).endswith(_INITIALIZATION)
 
 
 def _of_own(frame: FrameType | None) -> str | None:
@@ -286,7 +277,7 @@ def _of_own(frame: FrameType | None) -> str | None:
         path = frame.f_code.co_filename
         if is_own(path) and _RECORDING not in path and not path.endswith(_OWN_MEMORY):
             return path
-        if not is_own(path) and not path.endswith(_BETWEEN):
+        if not is_own(path) and not path.endswith(BETWEEN):
             return None
         frame = frame.f_back
     return None
