@@ -217,6 +217,7 @@ def abandon_in_a_subgroup(group):
     if part is None:
         return ""
     _, reducer = make(part)
+    part.barrier()  # else the first rank may hear of the end while it makes its reducer
     if part.rank == 1:
         reducer.start()
         reducer.abandon()
