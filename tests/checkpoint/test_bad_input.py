@@ -274,7 +274,8 @@ def on_ranks(group, path, case):
         (
             "replicas differ",
             "InvalidArgument: 1.bias differs between ranks 0 and 2, which should hold replicas: train them by "
-            "DistributedDataParallel, or give each rank a Store of its own: group=group.subgroup([rank])",
+            "DistributedDataParallel, save a pipeline's as model=pipe, or give each rank a Store of its own: "
+            "group=group.subgroup([rank])",
         ),
         (
             "extra differs",

@@ -238,6 +238,7 @@ class Stream(IterableDataset):
         (lambda group: DistributedSampler(Stream(), group), "without a length"),
         (lambda _: DistributedSampler(range(3)), r"call group = echelon\.init\(\) first"),
         (lambda _: DistributedSampler(range(3), 2), "group is 2"),
+        (lambda _: DataLoader(range(3), group=None), "group is None"),
         (lambda group: DistributedSampler(range(3), group, seed=0.5), "seed is 0.5"),
         (lambda group: DataLoader(range(3), 0, group=group), "batch_size is 0"),
         (lambda group: DistributedSampler(range(3), group).set_epoch(-1), "epoch is -1"),

@@ -139,3 +139,37 @@ def test_over_shared_memory(pool):
     by_rank = pool.run(play_every_case, 3, every, backend="shm")
     for outcomes, (pair, odd) in zip(zip(*by_rank, strict=True), every, strict=True):
         check(outcomes, pair, odd)
+
+
+def call_once_too_often(group):
+    tensor = torch.ones(4)
+    try:
+        for step in range(2):
+            group.all_reduce(tensor)
+            if group.rank == 1 and step == 0:
+                group.all_reduce(tensor)
+            group.all_reduce(tensor)
+        group.broadcast(tensor, 0)
+    except echelon.CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+def check_parting(texts):
+    first = call_once_too_often.__code__.co_firstlineno
+    here, there = (rf"\S*test_disagreements\.py:{first + number}" for number in (6, 7))
+    assert any(
+        re.search(rf"; their lines differ from #2 on, {one} on rank \d and {other} on rank \d:", text)
+        for text in texts
+        for one, other in ((here, there), (there, here))
+    ), texts
+
+
+def test_the_first_call_at_other_lines_is_named():
+    with tcp_world(2) as world, ThreadPoolExecutor(2) as threads:
+        check_parting(list(threads.map(call_once_too_often, [ProcessGroup(each, timeout=SECONDS) for each in world])))
+    check_parting(echelon.simulate(call_once_too_often, 3).results)
+
+
+def test_the_first_call_at_other_lines_is_named_over_shared_memory(pool):
+    check_parting(pool.run(call_once_too_often, 2, backend="shm"))

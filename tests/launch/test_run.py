@@ -428,6 +428,17 @@ def test_a_failure_before_there_is_a_group_is_named_by_the_line_of_its_exception
     )
 
 
+def test_a_backend_that_was_not_registered_comes_with_advice(script):
+    path = script("""
+        import torch.distributed as dist
+        dist.init_process_group("echelon")
+    """)
+    assert run(1, path).err.splitlines()[-1] == (
+        "echelon: rank 0 exited with status 1: AssertionError: Unknown backend type echelon: "
+        "import echelon.interop.torch_distributed first, which registers it"
+    )
+
+
 def test_the_last_words_of_a_stream_are_the_exception_or_the_last_line():
     def words(text):
         stream = MarkedStream(1, io.BytesIO())

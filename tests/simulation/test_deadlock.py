@@ -88,6 +88,23 @@ def test_a_rank_that_returned_is_named_with_its_last_call_and_where_that_was():
     )
 
 
+def call_once_too_often(group):
+    for step in range(2):
+        group.barrier()
+        if group.rank == 1 and step == 0:
+            group.barrier()
+        group.barrier()
+
+
+@pytest.mark.parametrize("collectives", ["whole", "messages"])
+def test_the_first_call_at_other_lines_is_named(collectives):
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(call_once_too_often, 2, collectives=collectives)
+    first = call_once_too_often.__code__.co_firstlineno
+    here, there = f"{__file__}:{first + 4} on rank 1", f"{__file__}:{first + 5} on rank 0"
+    assert f"; their lines differ from #2 on, {here} and {there}\n" in str(caught.value)
+
+
 def nobody_waits_for_its_work(group):
     if group.rank == 0:
         group.all_reduce(torch.ones(1), async_op=True)

@@ -291,7 +291,8 @@ def _compare_replicas(told: Sequence[Mapping[str, Any]]) -> None:
             if found != sample:
                 raise InvalidArgument(
                     f"{name} differs between ranks {before} and {rank}, which should hold replicas: train them by "
-                    "DistributedDataParallel, or give each rank a Store of its own: group=group.subgroup([rank])"
+                    "DistributedDataParallel, save a pipeline's as model=pipe, or give each rank a Store of its own: "
+                    "group=group.subgroup([rank])"
                 )
 
 

@@ -13,6 +13,7 @@ from echelon.arguments import is_count, named
 from echelon.data.sampler import DistributedSampler
 from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup
+from echelon.launch.init import CURRENT
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -29,7 +30,7 @@ class DataLoader(TorchDataLoader[Any]):
         batch_size: int = 1,
         shuffle: bool = False,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup = CURRENT,
         seed: int = 0,
         drop_last: bool = False,
         num_workers: int = 0,
@@ -46,7 +47,7 @@ class DataLoader(TorchDataLoader[Any]):
             dataset: the samples, with a length.
             batch_size: samples of a batch of each rank.
             shuffle: whether each epoch has a random order of its own.
-            group: the data-parallel ranks. None: that of `echelon.init()`, or of the simulated rank.
+            group: the data-parallel ranks. Default: those of `echelon.init()`, or of the simulated ranks.
             seed: seed of the orders and of the workers, the same on all ranks.
             drop_last: leave out the last samples of an epoch if not all ranks would have a whole batch.
 

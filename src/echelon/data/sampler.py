@@ -44,7 +44,7 @@ class DistributedSampler(Sampler[int]):
     def __init__(
         self,
         dataset: Sized,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup = CURRENT,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -55,7 +55,7 @@ class DistributedSampler(Sampler[int]):
 
         Args:
             dataset: the samples, with a length.
-            group: the data-parallel ranks. None: that of `echelon.init()`, or of the simulated rank.
+            group: the data-parallel ranks. Default: those of `echelon.init()`, or of the simulated ranks.
             shuffle: whether each epoch has a random order of its own, which depends on `seed` and epoch alone.
             seed: seed of the orders, the same on all ranks.
             drop_last: leave out the last samples of an epoch if not all ranks would have as many.
@@ -65,7 +65,7 @@ class DistributedSampler(Sampler[int]):
             InvalidArgument: an argument has a wrong type or value, or there is no group.
         """
         self._num_samples = _length_of(dataset)
-        self._group = given_or_current(CURRENT if group is None else group)
+        self._group = given_or_current(group)
         for name, value, least in (("seed", seed, 0), ("multiple", multiple, 1)):
             if not is_count(value, least):
                 raise InvalidArgument(f"{name} is {named(value)}: give a whole number of at least {least}")

@@ -204,6 +204,7 @@ class RankProcess:
             return reported
         code = self._process.returncode
         words = last_words if code > 0 else ""  # a signal's name says more
+        words += next((f": {advice}" for text, advice in _ADVICE.items() if text in words), "")
         summary = f"{describe_exit(code)}{f': {words}' if words else ''}"
         return RankFailure(rank=self.rank, at=at, summary=summary, status=exit_status(code))
 
@@ -246,6 +247,10 @@ _RECENT_LINES = 50
 
 _LONGEST_WORDS = 300
 """Most characters of a rank's last words in a message."""
+
+
+_ADVICE = {"Unknown backend type echelon": "import echelon.interop.torch_distributed first, which registers it"}
+"""What to do about errors of torch that Echelon is the reason for, by a part of their text."""
 
 
 class MarkedStream:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from echelon.backends.delivery import ANY
 from echelon.backends.formats.wire import Tag, readable
 from echelon.call_site import place_of_thread, source_of
+from echelon.collectives.calls.hang_diagnosis import first_at_other_lines
 from echelon.errors import DeadlockError
 from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.pipeline.run.transfer import what_passes
@@ -70,8 +72,26 @@ def explain(world: World, tasks: Sequence[Task], hint: str = "") -> DeadlockErro
     lines += unclaimed[:_MOST_UNCLAIMED]
     if len(unclaimed) > _MOST_UNCLAIMED:
         lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more messages that were not received")
-    reason = hint or _reason(waiting, returned, _mispaired(world))
+    reason = hint or _reason(waiting, returned, _mispaired(world)) + _parted(world, waiting, returned)
     return DeadlockError("\n  ".join([f"no rank can go on at {world.clock.now:g} s: {reason}", *lines]))
+
+
+def _parted(world: World, waiting: Sequence[Waiting], returned: Collection[int]) -> str:
+    """Returns the first lines that differ between a rank in a collective and one that has returned without it."""
+    pairs = ((task, peer) for task in waiting if task.group for peer in task.peers if peer in returned)
+    for task, peer in pairs:
+        recorder, other = world.flight_recorders[task.rank], world.flight_recorders[peer]
+        last = other.latest(task.context)
+        agreed = recorder.find(task.context, last.sequence) if last is not None else None
+        ranks = (task.rank, peer)
+        if found := first_at_other_lines(recorder, agreed, partial(_text_of, other), ranks):
+            return found
+    return ""
+
+
+def _text_of(recorder: FlightRecorder, call: OperationRecord) -> str:
+    """Returns another rank's text of a call, from its record. Empty if it has left the record."""
+    return str(recorder.find(call.context, call.sequence) or "")
 
 
 def _each_once(waiting: Sequence[Waiting]) -> list[Waiting]:

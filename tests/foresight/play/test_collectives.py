@@ -141,6 +141,11 @@ def test_hosts_that_do_not_have_the_ranks_are_refused(hosts):
         hosts_of(16, hosts, 8)
 
 
+def test_numbers_of_hosts_that_fit_are_named():
+    with pytest.raises(LaunchError, match="give a divisor, such as 6 or 10, or the ranks of each host"):
+        hosts_of(60, 8, 8)
+
+
 @pytest.mark.parametrize(
     "change",
     [

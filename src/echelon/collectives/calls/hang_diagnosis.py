@@ -18,7 +18,7 @@ from echelon.backends.status import Question, Standing, Status
 from echelon.backends.work import is_waited_for
 from echelon.call_site import runs_in_other_threads
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
-from echelon.operation_records import OperationRecord
+from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
@@ -31,6 +31,8 @@ _SOON_SECONDS = 2.0
 """Interval of checks while the awaited rank is in a collective of another group."""
 # Number of ranks that an error describes; of further ranks it gives only the number.
 _NAMED = 4
+_COMPARED = 200
+"""Number of earlier calls whose lines are compared."""
 _BEHIND = (Standing.BEFORE, Standing.ELSEWHERE, Standing.BLOCKED)
 _ADVICE = "every rank must call the same operations in the same order with the same arguments"
 
@@ -134,7 +136,13 @@ class HangDiagnosis:
             flight = self._backend.flight_recorder.find(flight.context, flight.sequence - 1)
         if detail and not differs:
             return CollectiveMismatch(f"{mine}: {detail}")
-        return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}: {_ADVICE}")
+        parted = first_at_other_lines(
+            self._backend.flight_recorder,
+            flight,
+            lambda each: self._text_of(peer, each),
+            (self._backend.rank, peer),
+        )
+        return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}{parted}: {_ADVICE}")
 
     def mismatch(self) -> CollectiveMismatch | None:
         """Queries all ranks. Returns the error if one has called another operation in place of this one, else None."""
@@ -184,12 +192,45 @@ class HangDiagnosis:
         question = Question(flight.context, flight.sequence, flight.signature)
         return self._backend.control.ask(others, question, seconds)
 
+    def _text_of(self, peer: int, flight: OperationRecord) -> str:
+        """Returns a rank's text of one of its calls. Empty if it does not answer, or has forgotten the call."""
+        # No call has the checksum 0, so the rank answers with the call itself.
+        question = Question(flight.context, flight.sequence, 0)
+        status = self._backend.control.ask([peer], question, ANSWER_SECONDS).get(peer)
+        return status.text if status is not None and status.standing == Standing.DIVERGED else ""
+
     def _mismatch(self, statuses: Mapping[int, Status]) -> CollectiveMismatch | None:
         others = [rank for rank, status in statuses.items() if status.standing == Standing.DIVERGED]
         return self.disagreement(others[0]) if others else None
 
     def _mine(self) -> str:
         return f"{self._flight} on rank {self._backend.rank}"
+
+
+def first_at_other_lines(
+    recorder: FlightRecorder,
+    flight: OperationRecord | None,
+    theirs: Callable[[OperationRecord], str],
+    ranks: Sequence[int],
+) -> str:
+    """Returns the first call that two ranks made at different lines, as after an extra call. Empty if there is none.
+
+    Args:
+        recorder: Record of one rank.
+        flight: Its last call that agrees with the other rank's. None if there is none.
+        theirs: Returns the other rank's text of the same call. Empty if it is not known.
+        ranks: The two ranks.
+    """
+    found = ""
+    for _ in range(_COMPARED):
+        if flight is None or not (text := theirs(flight)):
+            break
+        here, there = str(flight).rpartition(" at ")[2], text.partition(" after ")[0].rpartition(" at ")[2]
+        if here != there:
+            sides = f"{here} on rank {ranks[0]} and {there} on rank {ranks[1]}"
+            found = f"; their lines differ from #{flight.sequence} on, {sides}"
+        flight = recorder.find(flight.context, flight.sequence - 1)
+    return found
 
 
 def silence(backend: Backend, rank: int, seconds: float) -> str:

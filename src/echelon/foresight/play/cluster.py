@@ -147,8 +147,11 @@ def hosts_of(world_size: int, hosts: int | Sequence[int] | None, per_host: int) 
     if is_count(hosts, 1):
         assert isinstance(hosts, int)
         if world_size % hosts:
+            divisors = [count for count in range(1, world_size + 1) if world_size % count == 0]
+            near = sorted(sorted(divisors, key=lambda count: abs(count - hosts))[:2])
             raise LaunchError(
-                f"hosts={hosts}: {world_size} ranks do not divide evenly: give a divisor, or the ranks of each host"
+                f"hosts={hosts}: {world_size} ranks do not divide evenly: give a divisor, such as "
+                f"{' or '.join(map(str, near))}, or the ranks of each host"
             )
         return (world_size // hosts,) * hosts
     if not isinstance(hosts, Sequence) or not all(is_count(count, 1) for count in hosts) or not hosts:

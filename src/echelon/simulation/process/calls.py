@@ -32,7 +32,7 @@ from echelon.simulation.process.random_state import cores_here, cores_of_thread
 _IN_CHILD = "simulated ranks are threads of one process"
 NEEDS_CUDA = (
     "simulated ranks compute on the CPU: choose the device by torch.cuda.is_available(), which is False for them, or "
-    'foresee the program on GPUs that are not there: echelon.foresee(main, n, gpu="h100")'
+    "foresee the program on GPUs that are not there: echelon foresee --gpu h100, in Python echelon.foresee"
 )
 """Reason and advice for a program that needs CUDA."""
 _CUDA_FOLDERS = tuple(os.path.join(os.path.dirname(torch.__file__), name, "") for name in ("cuda", "accelerator"))
