@@ -18,10 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from echelon._native import OBSTACLE, Flights
 from echelon.call_site import OF_FSDP2, Place, kind_of, line_of, place_of_thread, sharded_module
+
+if TYPE_CHECKING:
+    from echelon.backends.work import Work
 
 CAPACITY = 1000
 """Number of operations that the ring holds."""
@@ -198,6 +201,19 @@ class OperationRecord:
         return f"{self.operation}{self.purpose}{number} of group {self.group!r}" + (f" at {where}" if where else "")
 
 
+class MessageWait(NamedTuple):
+    """Wait of a program for a message, without a timeout of its own."""
+
+    number: int
+    """Another one for each wait of the rank."""
+    thread: int
+    peer: int
+    """The awaited rank."""
+    receive: Work[Any]
+    text: str
+    """The operation, with the user's line."""
+
+
 class FlightRecorder:
     """Ring of the last operations of one rank."""
 
@@ -213,6 +229,8 @@ class FlightRecorder:
         self._latest_native: dict[int, Flights] = {}
         self._purposes: dict[int, str] = {}
         """By thread."""
+        self.message_wait: MessageWait | None = None
+        """Wait of the main thread for a message, once it is long."""
 
     def rings(self, context: int) -> tuple[Flights, Flights] | None:
         """Returns the rings of the operations that the native library runs, for a new group.

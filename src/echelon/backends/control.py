@@ -6,8 +6,10 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from echelon.backends.status import Question, Status
+from echelon.backends.work import Work
 from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, fails, inherited_error, reason_of
 from echelon.operation_records import FlightRecorder
 
@@ -63,9 +65,26 @@ class ControlPlane(ABC):
 
     # Optional: more to say in errors
 
-    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002
-        """Asks other ranks for their status. Returns the answers that come within `timeout` seconds."""
+    def ask(
+        self,
+        ranks: Iterable[int],  # noqa: ARG002
+        question: Question,  # noqa: ARG002
+        timeout: float,  # noqa: ARG002
+        until: Work[Any] | None = None,  # noqa: ARG002
+    ) -> dict[int, Status]:
+        """Asks other ranks for their status.
+
+        Returns the answers that come within `timeout` seconds, and before `until` has ended.
+        """
         return {}
+
+    def message_wait(self, receiver: int) -> Status | None:  # noqa: ARG002
+        """Returns the answer of this rank to `wait_behind(receiver)`. None if it may go on, or if it is not known."""
+        return None
+
+    def num_sent(self, rank: int) -> int:  # noqa: ARG002
+        """Returns the number of messages sent to a rank, without those of collectives. -1 if it is not known."""
+        return -1
 
     def last_heard(self, rank: int) -> str:  # noqa: ARG002
         """Returns the note of the last collective message of a rank. Empty if there was none."""

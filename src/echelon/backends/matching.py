@@ -184,6 +184,16 @@ class Mailbox:
         if tag.sequence == 0:
             self.claimed[src].value += 1
 
+    def num_come(self, src: int) -> int:
+        """Returns the number of messages that have come from a rank, without those of collectives."""
+        unclaimed = self.unclaimed.messages.items()
+        kept = sum(len(queue) for (source, tag), queue in unclaimed if source == src and tag.sequence == 0)
+        return self.claimed[src].value + kept
+
+    def is_posted(self, work: Work[Any]) -> bool:
+        """Whether the receive of a Work waits for the header of its message."""
+        return any(receive.work is work for receives in self.posted.values() for receive in receives)
+
     def is_free(self, src: int, tag: Tag) -> bool:
         """Whether a receive made now would get the next message of a source with this tag."""
         # Fast path, as for most small messages: no key is hashed.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -72,7 +73,13 @@ class SimulatedControl(ControlPlane):
             self.world[rank].hear(lambda mailbox: mailbox.fail_context(context, told))
         return first
 
-    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002, D102
+    def ask(  # noqa: D102
+        self,
+        ranks: Iterable[int],
+        question: Question,
+        timeout: float,  # noqa: ARG002
+        until: Work[Any] | None = None,  # noqa: ARG002
+    ) -> dict[int, Status]:
         peers = [self.world[rank] for rank in ranks if rank != self.rank]
         return {peer.rank: status_of(peer.recorder, question) for peer in peers if not peer.is_closed}
 

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from echelon.operation_records import FlightRecorder
 
+ANSWER_SECONDS = 2.0
+"""Time for a rank to answer a question."""
+
 
 class Question(NamedTuple):
     """Question to other ranks about one collective of the asking rank."""
@@ -15,6 +18,12 @@ class Question(NamedTuple):
     sequence: int
     signature: int
     """Equal on both ranks if they have made the same calls up to this one."""
+
+
+def wait_behind(rank: int) -> Question:
+    """Returns the question for the message that a rank's program waits for, if its messages go to `rank`."""
+    # No group has the context 0.
+    return Question(0, rank + 1, 0)
 
 
 class Standing(IntEnum):
@@ -32,6 +41,8 @@ class Standing(IntEnum):
     """It has not called the collective yet, and is in a collective of another group."""
     BLOCKED = 5
     """It cannot call the collective: its program waits for the asking rank, in a collective of another group."""
+    WAITING = 6
+    """Its program waits for a message of another rank, and does nothing else."""
 
 
 class Status(NamedTuple):
@@ -40,8 +51,10 @@ class Status(NamedTuple):
     standing: Standing
     text: str
     """The call that it made instead of this collective, else its current activity; with the user's line."""
-    blocked_in: tuple[int, int] = (0, 0)
-    """Context and number of the collective in which it is blocked. Zeros unless it is."""
+    details: tuple[int, ...] = ()
+    """If it is BLOCKED: context and number of the collective in which it is. If it is WAITING: the awaited rank, the
+    number of messages that have come from there, the number of messages that it has sent to the rank of the question,
+    and the number of its wait."""
 
 
 def status_of(recorder: FlightRecorder, question: Question, asking: int | None = None) -> Status:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -46,6 +46,10 @@ _POLL_SECONDS = 0.1
 
 class Lateness(Protocol):
     """Knowledge about an operation that does not end in time."""
+
+    def ends_within(self, work: Work[Any], seconds: float) -> bool:
+        """As the method of the Work; may raise an error if the operation can never end."""
+        ...
 
     def patience(self) -> float:
         """Returns for how many seconds more the operation is worth waiting for: it is about to fail by itself."""
@@ -120,12 +124,15 @@ class Work(Generic[T]):
         Raises:
             Timeout: it did not end in time. The operation goes on; wait again if you like. After 0.1 s or more it says
                 where the other ranks are; to ask them takes at most as long again, and 2 s.
+            DeadlockError: no `timeout` was given, and ranks wait for each other's messages.
             UnsupportedOp: it is still under way, and FakeTensorMode or a transform of torch.func is active: messages
                 that arrive during the wait would have no memory. It goes on; wait again outside.
             EchelonError: the operation failed.
         """
         seconds = self._timeout if timeout is None else check_seconds(timeout)
-        if not self.has_ended and not self.ends_within(seconds):
+        # With a timeout of its own a program may go on after it, so no wait of it is a deadlock.
+        lateness = None if timeout is not None else self.lateness
+        if not self.has_ended and not (lateness.ends_within(self, seconds) if lateness else self.ends_within(seconds)):
             self._await_last_words(seconds)
         return self.result()
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 from echelon.backends.base import Backend
 from echelon.backends.formats.wire import Tag
-from echelon.backends.status import Question
+from echelon.backends.message_cycle import ends_within
+from echelon.backends.status import ANSWER_SECONDS, Question
 from echelon.backends.work import Work
-from echelon.collectives.calls.hang_diagnosis import ANSWER_SECONDS, WARN_SECONDS, silence
+from echelon.collectives.calls.hang_diagnosis import WARN_SECONDS, silence
 from echelon.errors import PeerFailed, Timeout
 from echelon.operation_records import OperationRecord
 
@@ -24,7 +25,14 @@ logger = logging.getLogger("echelon")
 
 
 def wait_for(
-    backend: Backend, work: Work[T], peers: Collection[int], members: Collection[int], context: int, timeout: float
+    backend: Backend,
+    work: Work[T],
+    peers: Sequence[int],
+    members: Collection[int],
+    context: int,
+    timeout: float,
+    *,
+    is_blocking: bool = False,
 ) -> T:
     """Blocks until a message from or to one of `peers` is done, and logs a warning every minute.
 
@@ -35,8 +43,10 @@ def wait_for(
         members: The backend's ranks of the group.
         context: Context of the group.
         timeout: Seconds. A query of the peers after them takes at most as long again.
+        is_blocking: Whether the message is a receive, and the program has no other way on than its end.
 
     Raises:
+        DeadlockError: it is one, and waits for ranks that wait for this one.
         Timeout: it says where the peers are.
         PeerFailed: it names the message that was waited for.
         EchelonError: the message failed.
@@ -49,7 +59,9 @@ def wait_for(
     warns_at = begun + WARN_SECONDS if backend.query_peers_after < math.inf else math.inf
     while True:
         try:
-            if work.ends_within(max(0.0, min(deadline, warns_at) - backend.now())):
+            seconds = max(0.0, min(deadline, warns_at) - backend.now())
+            blocks = is_blocking and len(peers) == 1
+            if ends_within(backend, work, peers[0], seconds) if blocks else work.ends_within(seconds):
                 return work.wait(0.0)
             now = backend.now()
             # At the deadline for the error, before it for the warning.
@@ -70,17 +82,19 @@ def wait_for(
 def receive(
     backend: Backend,
     work: Work[Any],
-    peers: Collection[int],
+    peers: Sequence[int],
     members: Collection[int],
     context: int,
     timeout: float,
+    *,
+    is_blocking: bool,
 ) -> Any:
     """Waits as `wait_for` does, and withdraws the receive if the wait ends without it: the next one gets the message.
 
     A message that has come before it could be withdrawn is returned, however late it is: else it would be lost.
     """
     try:
-        return wait_for(backend, work, peers, members, context, timeout)
+        return wait_for(backend, work, peers, members, context, timeout, is_blocking=is_blocking)
     except Timeout:
         backend.messages.cancel(work)
         if isinstance(work.exception(), Timeout):
@@ -99,9 +113,17 @@ def _is_of(tag: Tag, context: int) -> bool:
 class MessageLateness:
     """Diagnosis of a late message, sent or received."""
 
-    __slots__ = ("_backend", "_context", "_members", "_peers")
+    __slots__ = ("_backend", "_context", "_is_receive", "_members", "_peers")
 
-    def __init__(self, backend: Backend, peers: Collection[int], members: Collection[int], context: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        peers: Sequence[int],
+        members: Collection[int],
+        context: int,
+        *,
+        is_receive: bool = False,
+    ) -> None:
         """Describes the message.
 
         Args:
@@ -109,11 +131,19 @@ class MessageLateness:
             peers: The backend's ranks that may complete the message.
             members: The backend's ranks of the group.
             context: Context of the group.
+            is_receive: Whether it is received.
         """
         self._backend = backend
+        self._is_receive = is_receive
         self._peers = peers
         self._members = members
         self._context = context
+
+    def ends_within(self, work: Work[Any], seconds: float) -> bool:
+        """Blocks until the message is done; see `message_cycle.ends_within`."""
+        if self._is_receive and len(self._peers) == 1:
+            return ends_within(self._backend, work, self._peers[0], seconds)
+        return work.ends_within(seconds)
 
     def patience(self) -> float:
         """Returns 0: a message has no timeout of its own."""

@@ -317,7 +317,7 @@ class PointToPoint(GroupBase):
         if out is not None:
             work.overwrites((out,))
         if not work.has_ended:
-            work.lateness = MessageLateness(self.backend, (handle.src,), self.ranks, self.context)
+            work.lateness = MessageLateness(self.backend, (handle.src,), self.ranks, self.context, is_receive=True)
         return work
 
     def _recorded(self, operation: str, num_bytes: int = 0) -> OperationRecord:
@@ -332,7 +332,15 @@ class PointToPoint(GroupBase):
         seconds = self.timeout if timeout is None else max(0.0, timeout)
         return cast(
             "T",
-            receive(self.backend, work, [self.ranks[peer] for peer in peers], self.ranks, self.context, seconds),
+            receive(
+                self.backend,
+                work,
+                [self.ranks[peer] for peer in peers],
+                self.ranks,
+                self.context,
+                seconds,
+                is_blocking=timeout is None,
+            ),
         )
 
 

@@ -32,9 +32,10 @@ from echelon.backends.collective import REDUCTIONS, Collective, Run
 from echelon.backends.memory import describe, is_ordinary, is_plain
 from echelon.backends.modes import announce_changes, outside_autograd, overwrite
 from echelon.backends.operators import check_op
+from echelon.backends.status import ANSWER_SECONDS
 from echelon.backends.work import Work
 from echelon.collectives.calls.coalesced import Packed
-from echelon.collectives.calls.hang_diagnosis import ANSWER_SECONDS, HangDiagnosis
+from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
 from echelon.collectives.calls.plan_executor import PlanExecutor, PlannedExecutor
 from echelon.collectives.plans.select import Selector
 from echelon.errors import (
@@ -458,6 +459,10 @@ class Lateness:
         self._find = find
         self._ranks = ranks
         self._timeout = timeout
+
+    def ends_within(self, work: Work[Any], seconds: float) -> bool:
+        """Waits for the work. The collective finds a deadlock by itself."""
+        return work.ends_within(seconds)
 
     def patience(self) -> float:
         """Returns the seconds that the collective needs to fail by itself.

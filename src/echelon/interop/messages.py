@@ -53,8 +53,8 @@ class Message(EchelonWork, Generic[T]):
         """
         limit = seconds(timeout)
         group = self._group
-        wait = receive if self._receives else wait_for
         timeout_seconds = group.timeout if limit is None else limit
+        wait = partial(receive, is_blocking=limit is None) if self._receives else wait_for
         wait(group.backend, self._work, self._peers, group.ranks, group.context, timeout_seconds)
         self.result()
         return True

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -324,7 +324,13 @@ class VirtualControl(ControlPlane):
             failure = PeerFailed(self.rank if origin is None else origin, reason)
             self._part(failure.told_by(self.rank))
 
-    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002, D102
+    def ask(  # noqa: D102
+        self,
+        ranks: Iterable[int],
+        question: Question,
+        timeout: float,  # noqa: ARG002
+        until: Work[Any] | None = None,  # noqa: ARG002
+    ) -> dict[int, Status]:
         return self._world.answers(set(ranks) - {self.rank}, question)
 
     def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from echelon.backends.control import ControlPlane
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
-from echelon.backends.status import Question, Status
+from echelon.backends.status import Question, Standing, Status
 from echelon.backends.tcp.control_frames import ControlFrames, StatusQuery
 from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.peers import Peers
@@ -71,16 +72,28 @@ class TcpControl(ControlPlane):
 
     # Questions and revocations
 
-    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: D102
+    def ask(  # noqa: D102
+        self, ranks: Iterable[int], question: Question, timeout: float, until: Work[Any] | None = None
+    ) -> dict[int, Status]:
         work: Work[None] = Work(self._progress, "answers")
         query = StatusQuery(question, set(ranks) - {self.rank}, work)
         with self._progress.lock:
             self._frames.ask(query)
+            if until is not None:
+                until.on_completion(work.complete)
         with suppress(Closed):
             self._progress.drive(work, timeout)  # type: ignore[arg-type]
         with self._progress.lock:
             self._frames.forget(query)
         return query.answers
+
+    def message_wait(self, receiver: int) -> Status | None:  # noqa: D102
+        with self._progress.lock:
+            status = self._frames.message_wait(receiver)
+        return status if status.standing == Standing.WAITING else None
+
+    def num_sent(self, rank: int) -> int:  # noqa: D102
+        return self._parting.num_sent(rank)
 
     def last_heard(self, rank: int) -> str:  # noqa: D102
         inbox = self._peers.inboxes.get(rank)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from threading import main_thread
 
 from echelon.backends.formats import wire
 from echelon.backends.status import Question, Standing, Status, status_of
 from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.peers import Peers
 from echelon.backends.work import Work
+from echelon.call_site import runs_in_other_threads
 from echelon.errors import CollectiveMismatch, Failure, PeerFailed, ProtocolError
 from echelon.operation_records import FlightRecorder
 
@@ -24,8 +26,9 @@ MAX_UNSENT_WORDS = 4_096
 """Number of control frames that may wait for a peer that goes on asking questions. Each takes up to 2 KiB."""
 
 
-_BLOCKED = re.compile(r"([0-9a-f]{1,16}):([0-9a-f]{1,16}) (.*)", re.DOTALL)
-"""Note of an answer: context and number of a collective, and its text."""
+_DETAILED = re.compile(r"([0-9a-f]{1,16}(?::[0-9a-f]{1,16})*) (.*)", re.DOTALL)
+"""Note of an answer: its details, and its text."""
+_NUM_DETAILS = {Standing.BLOCKED: 2, Standing.WAITING: 4}
 
 
 class StatusQuery:
@@ -62,11 +65,12 @@ class ControlFrames:
         Args:
             peers: send and deliver the frames.
             recorder: answers the peers' questions.
-            parting: takes their counts of calls.
+            parting: takes their counts of calls, and counts sent messages.
         """
         self._peers = peers
         self._mailbox = peers.mailbox
         self._recorder = recorder
+        self._parting = parting
         self._queries: list[StatusQuery] = []
         self._num_revoked: Counter[int] = Counter()
         """Number of contexts that each rank was the first to revoke."""
@@ -93,6 +97,22 @@ class ControlFrames:
             self._peers.tell(frame, [rank])
             if rank not in self._peers.connections:  # gone before, or found gone by the write
                 query.drop(rank)
+
+    def message_wait(self, receiver: int) -> Status:
+        """Returns this rank's status for `wait_behind(receiver)`: WAITING, unless the program may do anything else."""
+        wait, mailbox, main = self._recorder.message_wait, self._mailbox, main_thread().ident
+        if (
+            wait is None
+            or wait.thread != main
+            or not mailbox.is_posted(wait.receive)
+            or not self._recorder.callers() <= {main}
+            or runs_in_other_threads(main)
+            # What is called at the end of a collective may send.
+            or any(each.sequence for each in self._recorder.under_way())
+        ):
+            return Status(Standing.BEFORE, self._recorder.activity())
+        details = wait.peer, mailbox.num_come(wait.peer), self._parting.num_sent(receiver), wait.number
+        return Status(Standing.WAITING, wait.text, details)
 
     def forget(self, query: StatusQuery) -> None:
         """Stops waiting for the answers to a question."""
@@ -147,11 +167,12 @@ class ControlFrames:
                 f"rank {rank} sends queries, but has not read the last {MAX_UNSENT_WORDS} answers: "
                 "it does not speak this protocol"
             )
-        status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step), rank)
-        note = status.text
-        if status.standing == Standing.BLOCKED:
-            context, sequence = status.blocked_in
-            note = f"{context:x}:{sequence:x} {note}"
+        if frame.context:
+            status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step), rank)
+        else:
+            status = self.message_wait(frame.sequence - 1)
+        details = ":".join(f"{number:x}" for number in status.details)
+        note = f"{details} {status.text}" if details else status.text
         kind = wire.FrameKind.ANSWER
         self._peers.tell(wire.Frame(kind, frame.context, frame.sequence, status.standing, note=note), [rank])
 
@@ -159,12 +180,12 @@ class ControlFrames:
         if frame.step not in list(Standing):
             raise ProtocolError(f"answer of unknown kind {frame.step}: the peer does not speak this protocol")
         status = Status(Standing(frame.step), frame.note)
-        if status.standing == Standing.BLOCKED:
-            found = _BLOCKED.fullmatch(frame.note)
-            if found is None:
-                raise ProtocolError("answer without the collective in it: the peer does not speak this protocol")
-            context, sequence, text = found.groups()
-            status = Status(status.standing, text, (int(context, 16), int(sequence, 16)))
+        if expected := _NUM_DETAILS.get(status.standing):
+            found = _DETAILED.fullmatch(frame.note)
+            details = tuple(int(number, 16) for number in found[1].split(":")) if found else ()
+            if found is None or len(details) != expected:
+                raise ProtocolError("answer without its details: the peer does not speak this protocol")
+            status = Status(status.standing, found[2], details)
         for query in self._queries:
             if query.question[:2] == (frame.context, frame.sequence):
                 query.take(rank, status)

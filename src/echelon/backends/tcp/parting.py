@@ -48,6 +48,12 @@ class Parting:
         self._tallies: dict[int, list[wire.Frame]] = {}
         self._keeps_silent = False
 
+    def num_sent(self, rank: int) -> int:
+        """Returns the number of messages sent to a rank, without the messages of collectives."""
+        # Not by [], which would keep an entry for every number that a peer makes up.
+        sent = self.sent.get(rank)
+        return 0 if sent is None else sent.value
+
     def join(self, context: int, ranks: Sequence[int]) -> None:
         """Adds a group of these ranks, this one included."""
         self._groups.pop(context, None)  # a group that joins again counts as the newest

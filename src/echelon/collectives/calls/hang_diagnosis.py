@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident, main_thread
 
 from echelon.backends.base import Backend
-from echelon.backends.status import Question, Standing, Status
+from echelon.backends.message_cycle import chain, described
+from echelon.backends.status import ANSWER_SECONDS, Question, Standing, Status
 from echelon.backends.work import is_waited_for
 from echelon.call_site import runs_in_other_threads
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
@@ -23,8 +24,6 @@ from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
 
-ANSWER_SECONDS = 2.0
-"""Time for a rank to answer a query."""
 WARN_SECONDS = 60.0
 """Interval of warnings during a wait. The first comes after this time."""
 _SOON_SECONDS = 2.0
@@ -91,6 +90,14 @@ class HangDiagnosis:
                 f"{self._mine()} waits for rank {peer}, which waits for this rank {status.text}: make the same calls "
                 "in the same order on every rank, in all groups together"
             )
+        if status.standing in (Standing.BEFORE, Standing.ELSEWHERE) and self.blocks_for(peer):
+            waits = chain(self._backend, peer)
+            if waits and not has_come():
+                raise CollectiveMismatch(
+                    f"{self._mine()} waits for rank {peer}, which waits for a message instead, and so for this rank: "
+                    f"{described(waits)}: make all ranks of the group call the collective, or pass the message before "
+                    "it"
+                )
         if status.standing == Standing.PAST:
             raise CollectiveMismatch(
                 f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
@@ -113,7 +120,7 @@ class HangDiagnosis:
 
     def _is_deadlock(self, status: Status) -> bool:
         """Whether this rank cannot call the collective in which the awaited rank waits for it."""
-        context, sequence = status.blocked_in
+        context, sequence = status.details
         latest = self._backend.flight_recorder.latest(context)
         return (latest is None or latest.sequence < sequence) and self.blocks_for(self._awaited)
 
