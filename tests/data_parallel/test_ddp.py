@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import DDP
+from echelon.data_parallel import AccumulateIn
 from echelon.data_parallel.reducer import can_overlap
 from tests.helpers.models import (
     TINY_MB,
@@ -427,3 +428,43 @@ def test_sync_gradients_reduces_what_is_there(run):
     ranks = run(gradients_by_hand, 2)
     assert_all_equal([once for once, _ in ranks], single(mlp(), batch()))
     assert_all_equal([twice for _, twice in ranks], ranks[0][0])
+
+
+def other_memory_for_gradients(group, hook, set_to_none):
+    model = DDP(mlp(), group, bucket_mb=TINY_MB, hook=hook)
+    for step in range(3):
+        model.zero_grad(set_to_none)
+        with model.no_sync():
+            backward(model, group, step)
+        for parameter in model.parameters():
+            parameter.grad.data = 2 * parameter.grad.data
+        backward(model, group, step)
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data / 3
+    return gradients(model)
+
+
+@pytest.mark.parametrize("hook", [None, AccumulateIn(torch.float64)])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_that_the_program_gives_other_memory_are_reduced(run, hook, set_to_none):
+    """`.grad.data = ...` took a gradient out of its bucket for good: from then on it stayed local."""
+    assert_all_equal(run(other_memory_for_gradients, 2, hook, set_to_none), single(mlp(), batch(2)))
+
+
+def other_memory_format(group):
+    model = DDP(fill(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten())), group)
+    for step in range(3):
+        if step == 1:
+            model.to(memory_format=torch.channels_last)
+        model.zero_grad()
+        loss_of(model(part(images(step), group))).backward()
+    return gradients(model)
+
+
+def images(seed):
+    return torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_model_that_changes_its_memory_format_later_is_reduced(run):
+    expected = single(fill(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten())), images(2))
+    assert_all_equal(run(other_memory_format, 2), expected)

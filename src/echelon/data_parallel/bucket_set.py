@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -200,23 +201,26 @@ class BucketMemory:
         self._dtype = planned
         dtype = planned if dtype is None else torch.promote_types(planned, dtype)
         self._is_wide = dtype != planned
-        sizes = [parameter.numel() for parameter in parameters]
+        ends = list(accumulate(parameter.numel() for parameter in parameters))
         device = parameters[0].device
         # `group.empty` is memory that local ranks share, so a reduction copies nothing into a staging buffer. A GPU's
         # memory is not, and one rank alone has nobody to share it with.
         if device.type == "cpu" and group.world_size > 1:
-            self.flat = group.empty(sum(sizes), dtype)
+            self.flat = group.empty(ends[-1], dtype)
         else:
-            self.flat = new_tensor((sum(sizes),), dtype, device)
-        self._views = [
-            _like(piece, parameter) for piece, parameter in zip(torch.split(self.flat, sizes), parameters, strict=True)
-        ]
+            self.flat = new_tensor((ends[-1],), dtype, device)
+        self._storage = self.flat.untyped_storage()
+        self._pieces = [slice(start, end) for start, end in pairwise([0, *ends])]
+        self._views = [self._new_view(index) for index in range(len(parameters))]
+        self._offsets = [view.storage_offset() for view in self._views]
         self.has_gradient = [False] * len(parameters)
         """Per parameter, whether this rank has a gradient for the reduction. Set by `fill`."""
         self._rounded: list[Tensor | None] = [None] * len(parameters)
         """Wider dtype only: the rounded gradient that .grad was set to."""
         self._versions = [0] * len(parameters)
         """Wider dtype only: autograd's version of each tensor in `_rounded` at that time."""
+        self._rounded_storages: list[torch.UntypedStorage | None] = [None] * len(parameters)
+        """Wider dtype only: the storage of each tensor in `_rounded` at that time."""
         self._is_detached = [False] * len(parameters)
         """Wider dtype only: whether .grad was removed by `detach_rounded` and not set since."""
 
@@ -227,7 +231,7 @@ class BucketMemory:
             UnsupportedOp: the gradient is sparse, has no memory of its own, has a graph, or has another dtype than the
                 parameter had.
         """
-        parameter, view = self._parameters[index], self._views[index]
+        parameter, view = self._parameters[index], self._view(index)
         gradient = parameter.grad
         # Fast path: with zero_grad(set_to_none=False) autograd adds to the view in place, so there is nothing to copy.
         if gradient is None or gradient is view:
@@ -268,8 +272,8 @@ class BucketMemory:
         Raises:
             UnsupportedOp: as `store`.
         """
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            gradient = parameter.grad
+        for index, parameter in enumerate(self._parameters):
+            gradient, view = parameter.grad, self._view(index)
             self.has_gradient[index] = gradient is not None or self._is_detached[index]
             if not self.has_gradient[index]:
                 view.zero_()
@@ -285,6 +289,7 @@ class BucketMemory:
         rounded = view.to(self._dtype)
         parameter.grad = self._rounded[index] = rounded
         self._versions[index] = version_of(rounded)
+        self._rounded_storages[index] = rounded.untyped_storage()
         self._is_detached[index] = False
 
     def bucket(self, weight: float) -> GradientBucket:
@@ -296,8 +301,21 @@ class BucketMemory:
         gradient = self._parameters[index].grad
         if gradient is None or gradient is not self._rounded[index]:
             return False
-        # The same object is not enough: the user may have written to it in place, which raises autograd's version.
-        return version_of(gradient) == self._versions[index]
+        # The same object is not enough: the user may have written to it in place, which raises autograd's version, or
+        # given it other memory by `.grad.data = ...`, which does not.
+        has_memory = gradient.untyped_storage() is self._rounded_storages[index]
+        return has_memory and version_of(gradient) == self._versions[index]
+
+    def _view(self, index: int) -> Tensor:
+        """Returns the view of a gradient's place in the memory. It is made anew if the user gave it other memory."""
+        view = self._views[index]
+        # `.grad.data = ...`, and with it `module.to(...)`, moves the view itself away from the bucket.
+        if view.untyped_storage() is not self._storage or view.storage_offset() != self._offsets[index]:
+            view = self._views[index] = self._new_view(index)
+        return view
+
+    def _new_view(self, index: int) -> Tensor:
+        return _like(self.flat[self._pieces[index]], self._parameters[index])
 
 
 def _like(piece: Tensor, parameter: Tensor) -> Tensor:
