@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import echelon
-from echelon import DDP, CollectiveMismatch
+from echelon import DDP, CollectiveMismatch, UnsupportedOp
 from tests.helpers.models import (
     TINY_MB,
     Branches,
@@ -363,3 +363,120 @@ def test_models_of_two_subgroups_train_beside_each_other(run):
     ranks = run(two_subgroups, 4)
     for first in (0, 1):
         assert_all_equal(ranks[first::2], single(mlp(seed=first), batch(1 + first)))
+
+
+class Parts(nn.Module):
+    """Has a training step that calls its layers, never the module, as programs of Lightning do."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.encoder(x)))
+
+    def training_step(self, x):
+        return loss_of(self.head(torch.tanh(self.encoder(x))))
+
+
+def unfreeze_without_a_forward(group, freezes_head):
+    module = fill(Parts())
+    module.encoder.requires_grad_(False)
+    model = DDP(module, group, bucket_mb=TINY_MB)
+    model.training_step(part(batch(), group)).backward()
+    model.zero_grad()
+    module.encoder.requires_grad_(True)
+    module.head.requires_grad_(not freezes_head)
+    model.training_step(part(batch(1), group)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("freezes_head", [False, True])
+def test_parameters_are_released_without_a_forward_of_the_module(run, freezes_head):
+    """Gradients of the released parameters stayed local: the ranks went apart without an error."""
+    expected = fill(Parts())
+    expected.head.requires_grad_(not freezes_head)
+    expected.training_step(batch(1)).backward()
+    assert_all_equal(run(unfreeze_without_a_forward, 3, freezes_head), gradients(expected))
+
+
+def freeze_while_gradients_accumulate(group, average):
+    module = fill(Parts())
+    model = DDP(module, group, average=average)
+    with model.no_sync():
+        backward(model, group)
+    module.encoder.requires_grad_(False)
+    backward(model, group, seed=1)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("average", ["ranks", "samples"])
+def test_what_a_frozen_parameter_accumulated_is_reduced(run, average):
+    """It stayed local, and the next optimizer step made the ranks differ."""
+    module = fill(Parts())
+    loss_of(module(batch())).backward()
+    module.encoder.requires_grad_(False)
+    loss_of(module(batch(1))).backward()
+    assert_all_equal(run(freeze_while_gradients_accumulate, 3, average), gradients(module))
+
+
+def teacher_in_between(group, as_parameters):
+    module = mlp()
+    model = DDP(module, group)
+    wrap = nn.Parameter if as_parameters else torch.Tensor.detach
+    teacher = {name: wrap(0.5 * parameter.detach()) for name, parameter in module.named_parameters()}
+    for step in range(2):
+        model.zero_grad()
+        output = model(part(batch(step), group))
+        target = torch.func.functional_call(module, teacher, part(batch(step), group)).detach()
+        (output - target).square().mean().backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("as_parameters", [False, True])
+def test_a_call_with_other_parameters_in_between(run, as_parameters):
+    """The other parameters took the place of the module's, whose gradients stayed local."""
+    module = mlp()
+    half = {name: 0.5 * parameter.detach() for name, parameter in module.named_parameters()}
+    target = torch.func.functional_call(module, half, batch(1))
+    (module(batch(1)) - target).square().mean().backward()
+    assert_all_equal(run(teacher_in_between, 2, as_parameters), gradients(module))
+
+
+def inner_step(module, inputs):
+    """Returns the loss after a step of gradient descent, as in meta-learning."""
+    parameters = dict(module.named_parameters())
+    loss = loss_of(torch.func.functional_call(module, parameters, inputs))
+    found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+    faster = {name: parameters[name] - 0.1 * one for name, one in zip(parameters, found, strict=True)}
+    return loss_of(torch.func.functional_call(module, faster, inputs))
+
+
+def meta_learning(group):
+    model = DDP(mlp(), group)
+    for step in range(2):
+        model.zero_grad()
+        inner_step(model.module, part(batch(step), group)).backward()
+    return gradients(model)
+
+
+def test_gradients_through_an_inner_step_are_reduced(run):
+    module = mlp()
+    (sum(inner_step(module, inputs) for inputs in batch(1).chunk(2)) / 2).backward()
+    assert_all_equal(run(meta_learning, 2), gradients(module))
+
+
+def step_inside_of_backward(group):
+    model = DDP(mlp(), group)
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with pytest.raises(UnsupportedOp, match=r"inside of backward.*step\(\) after backward"):
+        backward(model, group)
+    return True
+
+
+def test_an_optimizer_step_inside_of_backward_is_refused(run):
+    """It took gradients that were not reduced yet, so the ranks went apart without an error."""
+    assert run(step_inside_of_backward, 2) == [True, True]

@@ -7,6 +7,10 @@ A forward in training needs a backward, so it counts as soon as it has ended wel
 forward in evaluation counts when a backward reaches its output, if ever. An optimizer is recognised by its parameters'
 hooks, so it may be made before or after the wrapper. A step compiled by torch.compile calls no hook; it counts in a
 tensor that is an attribute of the parameters.
+
+Buckets are planned for the parameters that are trained at a forward. Frozen and removed ones have hooks as well, and the
+first gradient of a backward compares again if there was no forward: a program may call submodules alone, or lend the
+module other parameters for a call. All ranks then plan anew before the first reduction of that backward.
 """
 
 from __future__ import annotations
@@ -37,12 +41,17 @@ _COMPILED_STEPS = "_echelon_compiled_steps"
 class ParamSnapshot:
     """Snapshot of a module's parameters, and the hooks on them."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        """Records the present parameters and which of them require gradients."""
+    def __init__(self, module: torch.nn.Module, before: ParamSnapshot | None = None) -> None:
+        """Records the present parameters and which of them require gradients. `before`: the earlier snapshot."""
         self._module = module
         self.named = list(module.named_parameters())
         self.trainable = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
         self._requires_grad = [parameter.requires_grad for _, parameter in self.named]
+        earlier = [] if before is None else [*before.parameters, *before.others]
+        known = {id(parameter) for _, parameter in self.trainable}
+        others = {id(one): one for one in (*self.parameters, *earlier) if id(one) not in known}
+        # Weak references: a parameter that the program has replaced must not keep its memory.
+        self._others = [weakref.ref(parameter) for parameter in others.values()]
         self.handles: list[RemovableHandle] = []
         """Handles of the hooks, for `release`."""
 
@@ -50,6 +59,11 @@ class ParamSnapshot:
     def parameters(self) -> list[torch.nn.Parameter]:
         """All parameters, frozen ones too."""
         return [parameter for _, parameter in self.named]
+
+    @property
+    def others(self) -> list[torch.nn.Parameter]:
+        """Parameters, present and earlier, that are not trained now."""
+        return [parameter for other in self._others if (parameter := other()) is not None]
 
     def is_current(self) -> bool:
         """Whether the module still has the same parameters, and trains the same ones."""
@@ -59,6 +73,19 @@ class ParamSnapshot:
             parameter is known and parameter.requires_grad == trainable
             for parameter, (_, known), trainable in zip(now, self.named, self._requires_grad, strict=True)
         )
+
+    def is_replaced_for_a_call(self) -> bool:
+        """Whether the module has tensors that are no parameters, which torch.func.functional_call lends it."""
+        return not all(isinstance(parameter, nn.Parameter) for parameter in self._module.parameters())
+
+    def index_of(self, parameter: Tensor) -> int | None:
+        """Returns the number of a trained parameter. None if it is not trained."""
+        return next((index for index, (_, known) in enumerate(self.trainable) if known is parameter), None)
+
+    def trains_all_of(self, earlier: ParamSnapshot) -> bool:
+        """Whether all parameters that the earlier snapshot trained are trained still."""
+        known = {id(parameter) for _, parameter in self.trainable}
+        return all(id(parameter) in known for _, parameter in earlier.trainable)
 
     def added_since(self, earlier: ParamSnapshot) -> list[torch.nn.Parameter]:
         """Returns the parameters that the earlier snapshot lacks."""
@@ -107,6 +134,10 @@ class GradientSync:
         self.missing_zero_grad = MissingZeroGrad(group.rank)
         self._is_armed = False
         self._is_prepared = False
+        self._is_compared = False
+        """Whether the parameters were compared with the snapshot since the last backward."""
+        self._has_unreduced = False
+        """Whether gradients were accumulated under `no_sync` since the last reduction."""
         self._watched: ParamSnapshot | None = None
 
     def watch(self) -> None:
@@ -115,11 +146,14 @@ class GradientSync:
         Raises:
             UnsupportedOp: another wrapper reduces one of them.
         """
-        before, now = self._watched, ParamSnapshot(self.module)
+        before = self._watched
+        now = ParamSnapshot(self.module, before)
         if before is not None:
             before.release()
         take_over(now.named)
         group = self.reducer.group
+        if before is not None and not now.trains_all_of(before):
+            self._reduce_rest()
         if before is not None and (late := now.added_since(before)):
             # In the reducer's group: if only this rank has new parameters, the others are in a reduction there, so
             # the calls meet and raise CollectiveMismatch.
@@ -133,7 +167,7 @@ class GradientSync:
     def reduce(self) -> None:
         """Reduces all gradients. Blocks; see `GradientReducer.reduce`."""
         self.joining.announce(Next.REDUCTION)
-        self._is_prepared = False
+        self._is_prepared = self._has_unreduced = False
         self.reducer.reduce()
 
     def shadow(self, step: Next, src: int) -> None:
@@ -155,8 +189,10 @@ class GradientSync:
 
     def before_forward(self) -> None:
         """A forward that records a graph begins. May block."""
-        if self._watched is None or not self._watched.is_current():
+        watched = self._watched
+        if watched is None or not (watched.is_current() or watched.is_replaced_for_a_call()):
             self.watch()
+        self._is_compared = True
         # Once per forward that ends well: the other ranks do not know that one failed and is retried, so a second
         # round of collectives would find no partner.
         if self.module.training and self.is_on and not self._is_prepared:
@@ -191,24 +227,88 @@ class GradientSync:
         """A gradient has been added to .grad. Launches full buckets."""
         reducer = self.reducer
         if not self.is_on:
+            self._has_unreduced = True
             reducer.buckets.store(index)
             return
         if not self._is_armed:
             self.on_backward()
         if reducer.reduction is None:
+            # A program that calls submodules, never the module, trains other parameters without a forward in between.
+            if not self._is_compared:
+                self._is_compared = True
+                if (found := self._index_after_watch(index)) is None:
+                    return
+                index = found
             self.joining.announce(Next.REDUCTION)
             # Asked anew for each backward: the number of torch's threads may have changed.
             self._overlaps = can_overlap(reducer.group)
         reducer.ready(index, self._overlaps)
 
+    def on_other_gradient(self, parameter: Tensor) -> None:
+        """A parameter without a bucket has got a gradient: it was frozen, or not in the module, at the last `watch`.
+
+        Raises:
+            UnsupportedOp: other gradients of this backward are being reduced already.
+        """
+        assert self._watched is not None
+        if not self.is_on:
+            self._has_unreduced = True
+            return
+        if self._watched.is_current():
+            return  # it is not in the module any more
+        if self.reducer.reduction is not None:
+            name = next((name for name, known in self.module.named_parameters() if known is parameter), "")
+            raise UnsupportedOp(
+                f"parameter {name!r} has a gradient, but was frozen or not in the module at its last forward: unfreeze "
+                "or add parameters before the forward"
+            )
+        self.watch()
+        self._is_compared = True
+        if (index := self._watched.index_of(parameter)) is not None:
+            self.on_gradient(index)
+
+    def on_step(self) -> None:
+        """An optimizer has made a step on the parameters.
+
+        Raises:
+            UnsupportedOp: the step was made inside of a backward, with gradients that are not reduced yet.
+        """
+        if self._is_armed and self.is_on and not self.reducer.leaves_gradients:
+            raise UnsupportedOp(
+                "an optimizer made a step inside of backward, where gradients are not reduced yet: call its step() "
+                "after backward(), not in a hook of a parameter"
+            )
+        self.reducer.counts.num_called_steps += 1
+        self.missing_zero_grad.on_step()
+
     # Inside
 
+    def _index_after_watch(self, index: int) -> int | None:
+        """Plans anew if the parameters have changed. Returns a parameter's new number, None if it has no bucket."""
+        assert self._watched is not None
+        if self._watched.is_current():
+            return index
+        _, parameter = self._watched.trainable[index]
+        self.watch()
+        return self._watched.index_of(parameter)
+
+    def _reduce_rest(self) -> None:
+        """Reduces gradients that a rank has accumulated under `no_sync`. Blocks; every rank must call it."""
+        reducer = self.reducer
+        if not reducer.is_needed or reducer.leaves_gradients:
+            return
+        rest = torch.tensor(int(self._has_unreduced), device="cpu")
+        if reducer.group.all_reduce(rest, "max").item():
+            self._has_unreduced = False
+            reducer.reduce()
+
     def _on_end(self) -> None:
-        self._is_armed = False
+        self._is_armed = self._is_compared = False
         reducer = self.reducer
         reducer.buckets.restore_rounded()
         # No reduction has begun after torch.autograd.grad, which sets no parameter's .grad.
         if reducer.reduction is not None:
+            self._has_unreduced = False
             reducer.start()
             # `finish` blocks, so it goes to the end of the queue: other models in this backward start their buckets
             # first. Ranks may come to two models in different orders, and would wait for each other.
@@ -223,7 +323,9 @@ class GradientSync:
         """Runs the hook's `before_forward`, then synchronises the buffers, from rank `src`. Blocks."""
         group = self.reducer.group
         if self.hook is not None:
-            self.hook.before_forward(list(self.module.parameters()), group)
+            assert self._watched is not None
+            # Not the module's own list, which torch.func.functional_call replaces during a call.
+            self.hook.before_forward(self._watched.parameters, group)
         synchronize_buffers(list(self.module.buffers()), self._buffers_are, group, src, self._bucket_mb)
 
     def _hook_parameters(self, watched: ParamSnapshot) -> Iterator[RemovableHandle]:
@@ -238,6 +340,9 @@ class GradientSync:
                 setattr(parameter, _COMPILED_STEPS, self.reducer.counts.compiled_steps)
             if is_wide:
                 yield parameter.register_hook(hook.before)  # type: ignore[no-untyped-call]
+        for parameter in watched.others:
+            if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference():
+                yield _hook_even_if_frozen(parameter, _OtherHook(self))
 
     def _hook_module(self) -> Iterator[RemovableHandle]:
         hook = _ForwardHook(weakref.ref(self))
@@ -274,8 +379,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     hooks = (hook for parameter in parameters for hook in hooks_after_gradient(parameter))
     told = {id(sync): sync for hook in hooks if isinstance(hook, _GradientHook) and (sync := hook.sync())}
     for sync in told.values():
-        sync.reducer.counts.num_called_steps += 1
-        sync.missing_zero_grad.on_step()
+        sync.on_step()
 
 
 def _count_compiled_step(optimizer: torch.optim.Optimizer) -> None:
@@ -303,6 +407,24 @@ class _GradientHook:
     def __call__(self, _: Tensor) -> None:
         if sync := self.sync():
             sync.on_gradient(self._index)
+
+
+class _OtherHook:
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = weakref.ref(sync)
+
+    def __call__(self, parameter: Tensor) -> None:
+        if sync := self._sync():
+            sync.on_other_gradient(parameter)
+
+
+def _hook_even_if_frozen(parameter: Tensor, hook: _OtherHook) -> RemovableHandle:
+    """Registers a hook that is called after each gradient, once the parameter requires one."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch refuses hooks of tensors that require no gradient, and keeps earlier ones
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(before)
+    return handle
 
 
 class _ForwardHook:

@@ -155,7 +155,8 @@ class GradientReducer:
         self._bucket_mb = bucket_mb
         self._average = average
         self._hook = hook
-        self._leaves_gradients = hook is not None and hook.leaves_gradients
+        self.leaves_gradients = hook is not None and hook.leaves_gradients
+        """Whether gradients stay local to each rank."""
         self._learns_order = learns_order
         self._collectives = BucketCollectives(group, hook)
         self.groups = self._collectives.groups
@@ -168,9 +169,9 @@ class GradientReducer:
         """Reduction that `ready` or `start` has begun and that is not finished. None otherwise."""
         self._failure = ""
         # With local gradients a rank may skip a step that the others make, if its gradients are infinite for instance.
-        self.counts = StepCounts(counts_steps=not self._leaves_gradients)
+        self.counts = StepCounts(counts_steps=not self.leaves_gradients)
         """Counters of the forwards, optimizer steps and samples since the last reduction, for the caller to raise."""
-        self._weights = SampleWeights(self.group) if average == "samples" and not self._leaves_gradients else None
+        self._weights = SampleWeights(self.group) if average == "samples" and not self.leaves_gradients else None
         self.plan(parameters)
 
     def plan(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
@@ -297,7 +298,7 @@ class GradientReducer:
         buckets = self.buckets
         if self._weights is not None:
             self._weights.rescale((memory.flat for memory in buckets.memories), summary)
-        buckets.expose(buckets.has_gradients() if self._leaves_gradients else summary.num_having)
+        buckets.expose(buckets.has_gradients() if self.leaves_gradients else summary.num_having)
         if self._learns_order:
             order = summary.order() if buckets.arrived is not None else ()
             buckets.arrange(order, in_one=self._hook is None and not summary.num_beside)
