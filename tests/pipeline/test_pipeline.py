@@ -9,7 +9,15 @@ from torch import nn
 import echelon
 from echelon.pipeline import Costs, Pipeline, schedules
 from echelon.timeline.figure import figure_of
-from tests.helpers.one_process import gradients_of, loss_and_gradients, make_batch, make_model, train_alone
+from tests.helpers.models import fill
+from tests.helpers.one_process import (
+    WIDTH,
+    gradients_of,
+    loss_and_gradients,
+    make_batch,
+    make_model,
+    train_alone,
+)
 
 RUNNABLE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 
@@ -166,6 +174,54 @@ def test_data_parallel_pipelines_weigh_all_samples_equally(run, no_sync):
         assert torch.equal(left[1], right[1])
     for result in results:
         torch.testing.assert_close(result[0], loss)
+
+
+def released_and_frozen(group, makes_on_meta):
+    """Returns the weights after two steps, of which the second trains the other layer."""
+    mesh = echelon.Mesh(group, dp=2, pp=2)
+    with torch.device("meta" if makes_on_meta else "cpu"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)])
+    train_only(model, 0)
+    pipe = Pipeline(model, mesh["pp"], "1f1b", 2, nn.functional.mse_loss, data_parallel=mesh["dp"], at=["2"])
+    if makes_on_meta:
+        for stage in pipe.stages:
+            stage.module.to_empty(device="cpu")  # with values of its own on each rank
+    if mesh.coordinates["dp"] == 0 or not makes_on_meta:
+        pipe.load_state_dict(four_layers().state_dict())
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    inputs, target = (tensor.chunk(2)[mesh.coordinates["dp"]] for tensor in make_batch(8))
+    for odd in (0, 1):
+        for stage in pipe.stages:
+            train_only(stage.module, odd)
+        optimizer.zero_grad()
+        pipe.step(inputs, target=target)
+        optimizer.step()
+    return pipe.state_dict()
+
+
+def four_layers():
+    return fill(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)]))
+
+
+def train_only(model, odd):
+    """Freezes every other layer."""
+    for number, layer in enumerate(model):
+        layer.requires_grad_(number % 2 == odd)
+
+
+@pytest.mark.parametrize("makes_on_meta", [False, True])
+def test_replicas_reduce_what_is_released_or_gets_memory_later(run, makes_on_meta):
+    """Gradients of released layers stayed local: the replicas went apart without an error. Meta models were refused."""
+    model = four_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for odd in (0, 1):
+        train_only(model, odd)
+        optimizer.zero_grad()
+        train_alone(model, make_batch(8), 1)
+        optimizer.step()
+    for got in run(released_and_frozen, 4, makes_on_meta):
+        for name, value in got.items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-12, atol=1e-14)
 
 
 def train_replicas(group):

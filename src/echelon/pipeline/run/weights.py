@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -82,6 +83,44 @@ class IdleOptimizer:
             self._idle = type(optimizer).__name__
 
 
+class _Planned:
+    """Reducer of some parameters over replicas, and the parameters that it was planned for."""
+
+    def __init__(self, named: Callable[[], list[tuple[str, nn.Parameter]]], data_parallel: ProcessGroup) -> None:
+        """Makes the reducer. Blocks until all replicas have.
+
+        Args:
+            named: returns the present parameters by name, frozen ones too.
+            data_parallel: the replicas.
+        """
+        self._named = named
+        self._data_parallel = data_parallel
+        self._known: set[int] = set()
+        self._reduced: list[nn.Parameter] = []
+        self.reducer = GradientReducer((), data_parallel)
+        self.update()
+
+    def update(self) -> None:
+        """Broadcasts new parameters from rank 0, and plans the reducer anew if there is more to reduce.
+
+        Blocks if so; every replica must do the same.
+        """
+        # One on the meta device counts as new once it has memory.
+        named = [(name, parameter) for name, parameter in self._named() if not parameter.is_meta]
+        if late := [parameter for _, parameter in named if id(parameter) not in self._known]:
+            broadcast_tensors(late, self._data_parallel)
+            self._known = {id(parameter) for _, parameter in named}
+        before = set(map(id, self._reduced))
+        if any(parameter.requires_grad and id(parameter) not in before for _, parameter in named):
+            trained = [(name, one) for name, one in named if one.requires_grad or id(one) in before]
+            self._reduced = [parameter for _, parameter in trained]
+            self.reducer.plan(trained)
+
+
+def _untied(stage: Stage, tied: Collection[int]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in stage.module.named_parameters() if id(parameter) not in tied]
+
+
 class Replicas:
     """Reductions that keep gradients equal on all ranks with the same weights: replicas, and ties.
 
@@ -89,6 +128,9 @@ class Replicas:
     once its last backward is done. Gradients of tied weights are complete only when all stages are: they are reduced at
     the end. Every rank makes and runs the same reductions in the same order, so none waits for ever. A step that fails
     revokes them on all ranks (see `Runtime`).
+
+    Each step first looks for parameters that are new, or were frozen until then. A parameter that has been trained is
+    reduced for good: frozen again, it may still have gradients that no reduction has reached.
     """
 
     def __init__(self, stages: Sequence[Stage], ties: TiedWeights, data_parallel: ProcessGroup | None) -> None:
@@ -103,23 +145,21 @@ class Replicas:
         self._data_parallel = data_parallel
         self._reducers: dict[int, GradientReducer] = {}
         self._of_ties: GradientReducer | None = None
+        self._planned: list[_Planned] = []
         self._synchronizes = True
         if data_parallel is None or data_parallel.world_size == 1:
             return
         # Tied weights get a reducer of their own: a stage's reduction starts before their gradients are complete.
         tied = set(map(id, ties.parameters))
         for stage in stages:
-            tensors = [*stage.module.parameters(), *stage.module.buffers()]
-            broadcast_tensors([tensor for tensor in tensors if not tensor.is_meta], data_parallel)
-            trainable = [
-                (name, parameter)
-                for name, parameter in stage.module.named_parameters()
-                if parameter.requires_grad and id(parameter) not in tied
-            ]
-            self._reducers[stage.index] = GradientReducer(trainable, data_parallel)
-        trainable = [(f"tied {i}", one) for i, one in enumerate(ties.parameters) if one.requires_grad]
-        if trainable:
-            self._of_ties = GradientReducer(trainable, data_parallel)
+            broadcast_tensors([buffer for buffer in stage.module.buffers() if not buffer.is_meta], data_parallel)
+            self._planned.append(_Planned(partial(_untied, stage, tied), data_parallel))
+            self._reducers[stage.index] = self._planned[-1].reducer
+        if ties.parameters:
+            self._planned.append(
+                _Planned(lambda: [(f"tied {i}", one) for i, one in enumerate(ties.parameters)], data_parallel)
+            )
+            self._of_ties = self._planned[-1].reducer
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -135,7 +175,9 @@ class Replicas:
 
     @contextmanager
     def synchronizing(self) -> Iterator[None]:
-        """At its end, waits until all gradients are reduced."""
+        """Takes in parameters that are new or no longer frozen. At its end, waits until all gradients are reduced."""
+        for planned in self._planned:
+            planned.update()
         with self._ties.adding_up():
             yield
         # Ties first: a replica adds up its own gradients before they are averaged over replicas.
