@@ -57,6 +57,22 @@ def test_it_trains_as_the_plain_optimizer_does(name, world_size, bucket_mb):
         assert_all_equal(results, expected)
 
 
+def train_groups_of_iterators(group):
+    model = DDP(mlp(), group)
+    first, last = model.module[0], model.module[2:]
+    groups = [{"params": first.parameters(), "lr": 0.1}, {"params": iter(last.parameters())}]
+    optimizer = ZeroOptimizer(torch.optim.SGD, groups, group, lr=0.2)
+    return train(model, optimizer, part(batch(), group))
+
+
+def test_groups_may_have_iterators():
+    """Parameters of `module.parameters()` in a group were left out without an error."""
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2:].parameters()}]
+    expected = train(model, torch.optim.SGD(groups, lr=0.2), batch())
+    assert_all_equal(echelon.simulate(train_groups_of_iterators, 2).results, expected)
+
+
 def test_it_trains_on_real_processes(pool):
     optimizer_class, options = OPTIMIZERS["AdamW"]
     model = mlp()

@@ -8,9 +8,9 @@ forward in evaluation counts when a backward reaches its output, if ever. An opt
 hooks, so it may be made before or after the wrapper. A step compiled by torch.compile calls no hook; it counts in a
 tensor that is an attribute of the parameters.
 
-Buckets are planned for the parameters that are trained at a forward. Frozen and removed ones have hooks as well, and the
-first gradient of a backward compares again if there was no forward: a program may call submodules alone, or lend the
-module other parameters for a call. All ranks then plan anew before the first reduction of that backward.
+Buckets are planned for the parameters that are trained at a forward. Frozen and removed ones have hooks as well, and
+the first gradient of a backward compares again if there was no forward: a program may call submodules alone, or lend
+the module other parameters for a call. All ranks then plan anew before the first reduction of that backward.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast, overload
 
 import torch
@@ -197,7 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if isinstance(params, Tensor) or not isinstance(params, Iterable):
             raise InvalidArgument(f"params is {named(params)}: pass the parameters, such as model.parameters()")
-        params = list(params)
+        params = list(map(_listed, params))
         _check_values(params)
         whole = optimizer_class(params, **options)  # checks the options and fills in the defaults; keeps no state
         self._name = optimizer_class.__name__
@@ -450,6 +450,13 @@ def _options(param_group: dict[str, Any]) -> dict[str, Any]:
 
 def _clip(first: int, last: int, begin: int, step: int) -> tuple[int, int]:
     return min(first + begin, last), min(first + begin + step, last)
+
+
+def _listed(params: Any) -> Any:
+    """Returns a parameter group with a list of its parameters, instead of an iterator that ends with its first use."""
+    if isinstance(params, dict) and isinstance(params.get("params"), Iterator):
+        return {**params, "params": list(params["params"])}
+    return params
 
 
 def _check_values(params: list[Any]) -> None:
