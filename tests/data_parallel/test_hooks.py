@@ -77,13 +77,13 @@ def bytes_with(group, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "share"),
-    [("none", 1.0), ("float16", 0.5), ("powersgd at once", 4 / 64), ("local", 0.0)],
+    ("name", "num_sent"),
+    [("none", 64 * 64), ("float16", 64 * 64 // 2), ("powersgd at once", 2 * 2 * 64 + 1), ("local", 0)],
 )
-def test_hooks_send_less(name, share):
+def test_hooks_send_less(name, num_sent):
     sent = sum(echelon.simulate(bytes_with, 2, (name,)).bytes_sent.values())
     rest = sum(echelon.simulate(bytes_with, 2, ("local",)).bytes_sent.values())  # start, summary
-    assert sent - rest == share * 2 * 64 * 64 * 4
+    assert sent - rest == 2 * 4 * num_sent
 
 
 def low_rank(group):
@@ -106,6 +106,34 @@ def test_powersgd_loses_nothing_for_good(run):
     for exact, mean, truth in run(low_rank, 2):
         torch.testing.assert_close(exact, torch.arange(8.0).unsqueeze(1).expand(8, 8))
         assert (mean - truth).norm() < 0.15 * truth.norm()
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x, which):
+        return self.layers[which](x)
+
+
+def not_used_in_between(group):
+    hook = PowerSGD(rank=1)
+    model = DDP(fill(OneOfTwo()), group, hook=hook)
+    truth = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    sums = torch.zeros(8, 8)
+    for step in range(6):
+        model.zero_grad()
+        (model(torch.eye(8), step % 2) * truth.T).sum().backward()
+        if step % 2 == 0:
+            sums += model.layers[0].weight.grad
+    return sums + hook.state_dict()["errors"]["layers.0.weight"], 3 * truth
+
+
+def test_powersgd_keeps_the_error_of_a_parameter_that_no_rank_uses(run):
+    """It was sent into a gradient that stays None, and lost."""
+    for got, expected in run(not_used_in_between, 2):
+        torch.testing.assert_close(got, expected)
 
 
 def small_gradients(group, name, discards):

@@ -294,7 +294,7 @@ class BucketMemory:
 
     def bucket(self, weight: float) -> GradientBucket:
         """Returns the argument of `GradientHook.reduce`. `weight` is the weight of this rank in the mean."""
-        return GradientBucket(self.number, self.flat, self._views, self._names, weight)
+        return GradientBucket(self.number, self.flat, self._views, self._names, weight, tuple(self.has_gradient))
 
     def _is_rounded(self, index: int) -> bool:
         """Whether .grad is still the rounded copy that `expose` set, with its values unchanged."""

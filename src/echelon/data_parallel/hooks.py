@@ -25,6 +25,8 @@ class GradientBucket(NamedTuple):
     """Names of the parameters."""
     weight: float
     """Weight of this rank in the mean: 1, or the number of its samples. Already multiplied into `gradients`."""
+    has_gradient: Sequence[bool]
+    """Per parameter, whether this rank has a gradient. If no rank has one, .grad stays None."""
 
 
 class GradientHook:
@@ -212,8 +214,12 @@ class PowerSGD(GradientHook):
         pieces = dict(zip(bucket.names, bucket.pieces, strict=True))
         matrices = {name: self._matrix_of(name, piece) for name, piece in pieces.items() if self._is_worth_it(piece)}
         lefts = {name: matrix @ self._bases[name] for name, matrix in matrices.items()}
-        _all_reduce(list(lefts.values()), group)
+        # Beside P: whether a rank has a gradient. If none has, .grad stays None, and an error sent now would be lost.
+        here = dict(zip(bucket.names, bucket.has_gradient, strict=True))
+        having = [left.new_tensor(float(here[name])) for name, left in lefts.items()]
+        _all_reduce([*lefts.values(), *having], group)
         _all_reduce([piece for name, piece in pieces.items() if name not in matrices], group)
+        matrices = {name: matrix for (name, matrix), has in zip(matrices.items(), having, strict=True) if has > 0}
         for name, matrix in matrices.items():
             lefts[name] = torch.linalg.qr(lefts[name]).Q
             self._bases[name] = matrix.T @ lefts[name]
