@@ -134,6 +134,28 @@ def test_step_alone_skips_on_all_ranks(is_fused):
     assert echelon.simulate(without_unscale, 2, (is_fused,)).results == [([1.0, 0.9], 1.0, 1.0)] * 2
 
 
+def uneven_stages(group):
+    """Rank 0 has a parameter without elements in front, rank 1 is bad in one step, rank 2 has no gradient."""
+    scaler = echelon.amp.GradScaler(group, init_scale=2.0)
+    empty, weight = nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(2))
+    weight.requires_grad_(group.rank != 2)
+    optimizer = torch.optim.SGD([empty, weight], 0.5)
+    values = []
+    for bad in (True, False):
+        if group.rank != 2:
+            empty.grad, weight.grad = torch.ones(0), torch.full((2,), torch.inf if bad and group.rank == 1 else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        values.append(weight[0].item())
+    return values, scaler.get_scale(), empty.grad is None and weight.grad is None
+
+
+def test_ranks_without_gradients_or_elements_skip_the_same_steps():
+    """The first rank made the step that the others skipped. The last one ended with an AssertionError."""
+    trained = [([1.0, 0.5], 1.0, False)] * 2
+    assert echelon.simulate(uneven_stages, 3).results == [*trained, ([1.0, 1.0], 1.0, True)]
+
+
 def test_wrong_arguments():
     with echelon.init() as group:
         with pytest.raises(InvalidArgument, match=r"group is 'cuda' \(str\)"):

@@ -56,12 +56,24 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale. Waits for all ranks: a bad gradient of one counts for all."""
-        if self.is_enabled():
-            gradients = [p.grad for each in optimizer.param_groups for p in each["params"] if p.grad is not None]
-            if self._agree(gradients) and gradients:
-                gradients[0].fill_(torch.inf)  # the step is skipped by this rank's own check
-            self._unscaled.add(id(optimizer))
-        super().unscale_(optimizer)
+        if not self.is_enabled():
+            return
+        parameters = [one for each in optimizer.param_groups for one in each["params"] if one.numel()]
+        having = [parameter for parameter in parameters if parameter.grad is not None]
+        is_bad = self._agree([parameter.grad for parameter in having])
+        # torch's scaler refuses an optimizer without any gradient, as that of a frozen stage: one gets zeros meanwhile.
+        frozen = [] if having else parameters[:1]
+        for parameter in frozen:
+            parameter.grad = torch.zeros_like(parameter)
+        if is_bad:
+            for parameter in [*having, *frozen][:1]:
+                parameter.grad.fill_(torch.inf)  # the step is skipped by this rank's own check
+        self._unscaled.add(id(optimizer))
+        try:
+            super().unscale_(optimizer)
+        finally:
+            for parameter in frozen:
+                parameter.grad = None
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Makes the optimizer's step if the gradients of all ranks are finite. Waits for all ranks."""
