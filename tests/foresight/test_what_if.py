@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from echelon.foresight.play.player import play
 from echelon.foresight.report import Report
-from echelon.foresight.what_if import what_ifs
+from echelon.foresight.run import what_ifs
 from tests.helpers.traces import LINKS, PLAIN, Step
 
 

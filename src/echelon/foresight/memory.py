@@ -6,13 +6,17 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.errors import LaunchError
 from echelon.foresight.play.allocator import Memory
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.trace import Allocate, Free, MemoryKind
-from echelon.timeline.palette import Tone
+from echelon.timeline.palette import COLORS, THEMES, Tone
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer", "gradients", "activations", "communication", "other")
 """Kinds of tensors, from the bottom of a stack to its top: the state of training first, since it is always there."""
@@ -102,13 +106,12 @@ class MemoryCurves(Mapping[int, Memory]):
             EchelonError: matplotlib is not installed, or the suffix is none of .svg, .png and .pdf.
             FileError: the file cannot be written.
         """
-        from echelon.foresight.memory_figure import figure_of
         from echelon.timeline.drawing import save
 
         role = self.fullest if rank is None else self._role_of(rank)
         device = self.played.device
         title = f"memory of rank {role if rank is None else rank} on {device.name}"
-        save(lambda: figure_of(self.curve(role), self.memories[role], device.memory_bytes, title), path)
+        save(lambda: _figure_of(self.curve(role), self.memories[role], device.memory_bytes, title), path)
 
     def _role_of(self, rank: int) -> int:
         if type(rank) is not int or not 0 <= rank < self.played.world_size:
@@ -192,3 +195,79 @@ def _kernel_ends(role: PlayedRole) -> dict[int, float]:
             time += seconds[index] * stretch
             ends[index] = min(time, run.end)
     return ends
+
+
+# Figure. It needs matplotlib.
+
+_LIGHT = THEMES["light"]
+_INK, _FAINT, _LIMIT = _LIGHT.ink, _LIGHT.faint, COLORS["exposed"]
+
+
+def _figure_of(curve: Curve, memory: Memory, limit: int, title: str) -> Figure:
+    """Returns the picture as a matplotlib figure.
+
+    Args:
+        curve: memory over the step.
+        memory: figures of the same rank.
+        limit: bytes of the device.
+        title: name of the picture.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    times = [1e3 * time for time in curve.seconds]
+    stack = [[size / _GIB for size in sizes] for sizes in curve.kinds.values()]
+    axes.stackplot(
+        times,
+        stack,
+        labels=[NAMES.get(kind, kind) for kind in curve.kinds],
+        colors=[COLORS[TONES[kind]] for kind in curve.kinds],
+        linewidth=0,
+        step="post",
+    )
+    reserved = [size / _GIB for size in curve.reserved]
+    axes.plot(
+        times, reserved, color=_INK, linewidth=1.0, linestyle=(0, (1, 1.5)), drawstyle="steps-post", label="reserved"
+    )
+    axes.axhline(limit / _GIB, color=_LIMIT, linewidth=1.2, label=limit_text(curve, limit))
+    _mark_peak(axes, times, stack, memory)
+    axes.set_xlim(0, times[-1] or 1)
+    axes.set_ylim(0, highest(curve, limit) / _GIB)
+    axes.set_xlabel("ms", fontsize=9, color=_INK)
+    axes.set_ylabel("GiB", fontsize=9, color=_INK)
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    axes.tick_params(labelsize=8, color=_FAINT, labelcolor=_INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_FAINT)
+    # The legend's order is that of the stack, the top first.
+    handles, labels = axes.get_legend_handles_labels()
+    lines, kinds = slice(len(stack), None), slice(len(stack) - 1, None, -1)
+    figure.legend(
+        handles[lines] + handles[kinds],
+        labels[lines] + labels[kinds],
+        loc="outside right upper",
+        fontsize=8,
+        frameon=False,
+    )
+    return figure
+
+
+def _mark_peak(axes: Axes, times: list[float], stack: list[list[float]], memory: Memory) -> None:
+    totals = list(map(sum, zip(*stack, strict=True)))
+    if not totals:
+        return
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    is_late = times[peak] > 0.6 * times[-1]
+    axes.plot(times[peak], totals[peak], marker="o", markersize=3.5, color=_INK)
+    axes.annotate(
+        f"{memory.live_peak / _GIB:.2f} GiB",
+        (times[peak], totals[peak]),
+        xytext=(-5 if is_late else 5, 5),
+        textcoords="offset points",
+        ha="right" if is_late else "left",
+        fontsize=8,
+        color=_INK,
+    )

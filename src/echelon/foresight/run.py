@@ -23,10 +23,9 @@ from echelon.foresight.play.played import Exposed, Played
 from echelon.foresight.play.player import play
 from echelon.foresight.record.device_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
-from echelon.foresight.report import Report
+from echelon.foresight.report import Report, seconds_text
 from echelon.foresight.roles import Roles
 from echelon.foresight.trace import Allocate, Trace
-from echelon.foresight.what_if import what_ifs
 from echelon.launch.call import rank_call
 from echelon.simulation.network import Network
 from echelon.timeline.timeline import LazySequence, Level, Timeline
@@ -46,6 +45,10 @@ _MOST_AT_ONCE = 8
 """Most ranks that are timed at once with real tensors, as ranks of one host share its processors and its memory."""
 _LISTED = 8
 """Storages that a report of too little memory lists."""
+_LEAST_EXPOSED = 0.02
+"""Least exposed share of a step with forecasts. Below it a change would be smaller than the error of the forecast."""
+_NO_CHANGE = 5e-4
+"""Share of the step below which a change does not count."""
 
 
 @dataclass(frozen=True)
@@ -404,3 +407,32 @@ def _where(trace: Trace, storage: Allocate) -> str:
     place = trace.places[storage.place] if storage.place >= 0 else "an unknown line"
     module = f" in {trace.modules[storage.module]}" if storage.module >= 0 else ""
     return f"{storage.kind} of {place}{module}"
+
+
+def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
+    """Returns forecasts with less exposed communication, as sentences. Empty if little is exposed.
+
+    Args:
+        played: the step as it is.
+        traces: recorded step of each role.
+    """
+    step = played.seconds
+    if sum(played.exposed.values()) <= _LEAST_EXPOSED * step:
+        return []
+    name, seconds = next(iter(played.exposed.items()))
+    found = [
+        f"communication of {name.group} at {name.place or 'an unknown line'} were hidden by kernels: at best "
+        f"{_compared(step - seconds, step)}"
+    ]
+    if len(played.cluster.hosts) > 1:
+        faster = replace(played.cluster, bandwidth=2 * played.cluster.bandwidth)
+        again = play(traces, played.classes, played.device, faster)
+        found.append(f"the network between hosts were twice as fast: {_compared(again.seconds, step)}")
+    return found
+
+
+def _compared(seconds: float, step: float) -> str:
+    change = seconds / step - 1
+    if abs(change) < _NO_CHANGE:
+        return "no change"
+    return f"{seconds_text(seconds)} instead of {seconds_text(step)} ({change:+.1%})"

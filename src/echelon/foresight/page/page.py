@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from string import Template
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from echelon.foresight.memory import NAMES, TONES, Curve, highest, limit_text
-from echelon.foresight.page import svg
 from echelon.foresight.page.lanes import lanes_of
 from echelon.foresight.play.played import Exposed
 from echelon.foresight.report import NOT_MODELLED, Report, accuracy_of, accuracy_text, seconds_text, size_text
@@ -36,6 +35,8 @@ _TENSORS = 12
 """Lines of tensors that are listed."""
 _INTERVALS = 400
 """Intervals of the memory curve."""
+_WIDTH, _HEIGHT = 10_000, 1_000
+"""Units of the drawing of memory. It is stretched to the width of the page, so it has no text."""
 
 
 def page(seen: Foreseen, report: Report) -> str:
@@ -60,7 +61,7 @@ def page(seen: Foreseen, report: Report) -> str:
         "timeline": _timeline(seen) + _others(seen),
         "fullest": str(memory.fullest),
         "levels": _levels(highest(curve, limit)),
-        "memory": svg.memory(curve, limit),
+        "memory": _areas(curve, limit),
         "moments": _ticks(curve.seconds[-1]),
         "kinds": _legend(curve, limit),
         "figures": _rich_table(figures),
@@ -174,6 +175,35 @@ def _levels(top: float) -> str:
         f'<span style="top:{100 * (1 - level * _GIB / top):.2f}%">{level:g}{" GiB" if not level else ""}</span>'
         for level in _round(top / _GIB, 5)
     )
+
+
+def _areas(curve: Curve, limit: int) -> str:
+    """Returns kinds of tensors stacked, the reserved memory, and the device's limit. Its height is `highest`."""
+    top = highest(curve, limit)
+    stack = list(accumulate(curve.kinds.values(), lambda below, sizes: tuple(map(sum, zip(below, sizes, strict=True)))))
+    # From the back to the front: each area begins at the ground and is hidden by those in front of it.
+    areas = [
+        f'<path class="m-{kind}" d="{_steps(curve, sizes, top)}V{_HEIGHT}H0z"/>'
+        for kind, sizes in reversed(list(zip(curve.kinds, stack, strict=True)))
+    ]
+    lines = [f'<path class=reserved d="{_steps(curve, curve.reserved, top)}"/>']
+    if limit < top:
+        lines.append(f'<path class=limit d="M0 {round(_HEIGHT * (1 - limit / top))}H{_WIDTH}"/>')
+    content = "".join(areas + lines)
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{content}</svg>'
+
+
+def _steps(curve: Curve, sizes: Sequence[int], top: float) -> str:
+    seconds = curve.seconds[-1] or 1.0
+    path, before = [], -1
+    for time, size in zip(curve.seconds, sizes, strict=True):
+        height = round(_HEIGHT * (1 - size / top))
+        if before < 0:
+            path.append(f"M0 {height}")
+        elif height != before:
+            path.append(f"H{round(_WIDTH * time / seconds)}V{height}")
+        before = height
+    return "".join(path) + f"H{_WIDTH}"
 
 
 def _legend(curve: Curve, limit: int) -> str:
