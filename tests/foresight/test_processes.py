@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from echelon.foresight.packed import packed, unpacked
+from echelon.foresight.record.processes import packed, unpacked
 from echelon.foresight.trace import (
     Allocate,
     Collective,

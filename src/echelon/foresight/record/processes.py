@@ -20,19 +20,19 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from multiprocessing.connection import Connection, Pipe, wait
 from os import _exit, dup2, fork, fstat, kill, pread, waitpid
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from echelon._torch_private.tensors import real_tensors
 from echelon.backends.memory import as_bytes
-from echelon.foresight.packed import packed, unpacked
 from echelon.foresight.record.mail import Line, Mail, Route
 from echelon.foresight.record.saved import Checkpoint
-from echelon.foresight.trace import Trace
+from echelon.foresight.trace import Allocate, Entry, Group, Trace
 from echelon.simulation.process.random_state import cores_of_thread
 
 Facts: TypeAlias = Mapping[tuple[Any, ...], str]
@@ -51,7 +51,6 @@ class Recorded(NamedTuple):
 class _Child(NamedTuple):
     rank: int
     pid: int
-    line: Connection
 
 
 class Children:
@@ -116,13 +115,13 @@ class Children:
         """Handles a message from a child."""
         kind, *rest = marshal.loads(line.recv_bytes())
         if kind == "sent":
-            route = _route(rest[0])
+            route = Route(*rest[0])
             self._sent[route].append(_unpacked_tensor(rest[1]))
             for other, (awaited, number) in list(self._waiting.items()):
                 if awaited == route:
                     self._answer(other, route, number)
         elif kind == "receive":
-            self._answer(line, _route(rest[0]), rest[1])
+            self._answer(line, Route(*rest[0]), rest[1])
         elif kind == "modules":
             _import(rest[0])
         else:
@@ -152,7 +151,7 @@ class Children:
         if not (pid := fork()):
             self._be_child(rank, far)
         far.close()
-        self._children[near] = _Child(rank, pid, near)
+        self._children[near] = _Child(rank, pid)
 
     def _be_child(self, rank: int, line: Connection) -> None:
         """Records a rank, hands its trace to the parent, and ends the process."""
@@ -224,8 +223,32 @@ def _content(file: int) -> bytes:
     return pread(file, fstat(file).st_size, 0)
 
 
-def _route(values: Sequence[Any]) -> Route:
-    return Route(*values)
+_KINDS: tuple[type[Entry], ...] = get_args(Entry)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def packed(trace: Trace) -> bytes:
+    """Returns a trace as bytes.
+
+    Raises:
+        ValueError: steps of its schedule are not plain values.
+    """
+    values = {field.name: getattr(trace, field.name) for field in fields(trace)}
+    for name in ("entries", "earlier"):
+        values[name] = [(_NUMBERS[type(entry)], *entry) for entry in values[name]]
+    values["live"] = [tuple(entry) for entry in trace.live]
+    values["groups"] = [tuple(group) for group in trace.groups]
+    return marshal.dumps(values)
+
+
+def unpacked(data: bytes) -> Trace:
+    """Returns the trace of bytes that `packed` has made. Only for bytes of our own processes."""
+    values = marshal.loads(data)
+    for name in ("entries", "earlier"):
+        values[name] = tuple(_KINDS[number]._make(rest) for number, *rest in values[name])
+    values["live"] = tuple(map(Allocate._make, values["live"]))
+    values["groups"] = tuple(map(Group._make, values["groups"]))
+    return Trace(**values)
 
 
 def _packed_tensor(value: Tensor | None) -> tuple[str, tuple[int, ...], bytes] | None:
