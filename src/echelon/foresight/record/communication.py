@@ -13,9 +13,8 @@ from torch import Tensor
 from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
-from echelon.foresight.record.answers import answer
 from echelon.foresight.record.callers import called_by_program
-from echelon.foresight.record.calls import Call
+from echelon.foresight.record.calls import Call, answer
 from echelon.foresight.record.exchange import RecordingBackend
 from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.mail import Route

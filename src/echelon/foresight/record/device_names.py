@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from echelon._torch_private.autograd import backward_with
 from echelon._torch_private.distributed import batches_noted, ddp_checks_by, objects_packed_by
@@ -80,6 +81,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
         stack.enter_context(ddp_checks_by(_with_values))
         stack.enter_context(objects_packed_by(_with_values))
         stack.enter_context(batches_noted(_begin_batch))
+        replace(DataLoader, "__init__", _without_workers(DataLoader.__init__))
         replace(torch.nn.Module, "_apply", _applying(torch.nn.Module._apply))
         replace(torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_))
         replace(torch.UntypedStorage, "data_ptr", _addressing(torch.UntypedStorage.data_ptr))
@@ -363,6 +365,25 @@ def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
         if recording_here() is not None:
             device_ids = output_device = None
         original(self, module, device_ids, output_device, *args, **kwargs)
+
+    return init
+
+
+_OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
+
+
+def _without_workers(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps the constructor of loaders: workers run in the rank's own thread, and nothing is pinned."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if recording_here() is not None:
+            # dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, ...
+            args = (*args[:5], *(0 for _ in args[5:6]), *args[6:7], *(False for _ in args[7:8]), *args[8:9])
+            kwargs.update({name: 0 for name in ("num_workers", "timeout") if name in kwargs})
+            kwargs.update({name: False for name in ("pin_memory", "persistent_workers") if name in kwargs})
+            kwargs.update({name: None for name in _OF_WORKERS if name in kwargs})
+        original(self, *args, **kwargs)
 
     return init
 

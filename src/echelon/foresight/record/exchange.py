@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,22 +27,23 @@ from echelon.backends.modes import overwrite
 from echelon.backends.work import Work
 from echelon.call_site import calling_place, source_of
 from echelon.errors import CollectiveMismatch, UnsupportedOp
-from echelon.foresight.record.answers import answer
-from echelon.foresight.record.aside import LanesAtOnce, RecordedScope
 from echelon.foresight.record.callers import called_by_program
-from echelon.foresight.record.calls import Call
+from echelon.foresight.record.calls import Call, answer
 from echelon.foresight.record.collectives import recorded_collective
 from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.log import Log
 from echelon.foresight.record.mail import Mail
 from echelon.foresight.record.messages import RecordingMessages, Undelivered
-from echelon.foresight.trace import Group
+from echelon.foresight.trace import Group, RecordEvent, WaitEvent
 from echelon.operation_records import OperationRecord
 from echelon.pipeline.run.agreement import STAGES
-from echelon.simulation.backend import Passage, VirtualBackend, VirtualWork
+from echelon.simulation.backend import Passage, VirtualBackend, VirtualLanes, VirtualWork
 from echelon.simulation.meeting import FROM_ROOT
 from echelon.simulation.values import Calls, result_of, snapshot
 from echelon.simulation.world import World
 from echelon.wording import counted
+
+T = TypeVar("T")
 
 _UNEVEN = {
     "all_gather": "give out= with the rows of all ranks",
@@ -246,7 +247,7 @@ class RecordingBackend(VirtualBackend):
         super().__init__(rank, world_size, world, timeout)
         self.exchange = exchange
         self.messages = RecordingMessages(rank, world_size, timeout, self.boundary, exchange.undelivered, self.group_of)
-        self.lanes = LanesAtOnce(self.control, world, self.boundary, timeout)
+        self.lanes = _LanesAtOnce(self.control, world, self.boundary, timeout)
         self._numbers: Counter[tuple[int, ...]] = Counter()
         self._groups: dict[int, tuple[tuple[int, ...], int]] = {}
         """Ranks and number of each group, by its context."""
@@ -277,7 +278,54 @@ class RecordingBackend(VirtualBackend):
         log = recording.log
         if context not in self._streams:
             self._streams[context] = log.new_stream()
-        return RecordedScope(log, self._streams[context])
+        return _RecordedScope(log, self._streams[context])
+
+
+# Asynchronous operations: each runs when it is started, on a stream of its group.
+
+
+class _RecordedScope(StreamScope):
+    """Place of one asynchronous operation among the streams of a recorded rank."""
+
+    def __init__(self, log: Log, stream: int) -> None:
+        """Takes the log of the rank, and the stream of the operation's group."""
+        self._log = log
+        self._stream = stream
+        self._ended = 0
+
+    def queued(self, function: Callable[[], T]) -> T:
+        log, first = self._log, len(self._log.entries)
+        outer, log.stream = log.stream, self._stream
+        try:
+            result = function()
+        finally:
+            log.stream = outer
+        # An operation on values of the host leaves no entries, and needs no streams.
+        if len(log.entries) > first:
+            begun, self._ended = log.new_event(), log.new_event()
+            log.entries[first:first] = [RecordEvent(outer, begun), WaitEvent(self._stream, begun)]
+            log.entries.append(RecordEvent(self._stream, self._ended))
+        return result
+
+    def join(self) -> None:
+        if self._ended:
+            self._log.entries.append(WaitEvent(self._log.stream, self._ended))
+            self._ended = 0
+
+
+class _LanesAtOnce(VirtualLanes):
+    """Lanes whose operations run in the thread that starts them, since only that thread records its rank."""
+
+    def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: ARG002
+        work: VirtualWork[T] = self.wait_of(description)  # type: ignore[assignment]
+        try:
+            work.complete(function())
+        except Exception as error:
+            work.complete(error=error)
+        return work
+
+
+# Answers
 
 
 class _Answer(NamedTuple):

@@ -24,8 +24,7 @@ from echelon.backends.modes import overwrite
 from echelon.backends.operators import Combine
 from echelon.backends.work import Received, Work
 from echelon.errors import CollectiveMismatch, SizeMismatch, Timeout
-from echelon.foresight.record.answers import invent
-from echelon.foresight.record.calls import Call
+from echelon.foresight.record.calls import Call, invent
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.trace import Group, Message, Wait
 from echelon.simulation.backend import Boundary, Passage, VirtualWork

@@ -31,7 +31,6 @@ from echelon.foresight.record.device import OnDevice, OnHost
 from echelon.foresight.record.device_names import Gpu, device_names
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
 from echelon.foresight.record.here import Recording, recorded, recording_here
-from echelon.foresight.record.loading import loading_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
@@ -187,7 +186,6 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
                 device_names(request.hosts.count(0), request.gpu),
                 steps_noted(run.steps_here),
                 no_writes(run.saved, allow_files=request.allow_writes),
-                loading_here(),
                 not_compiled(),
                 nullcontext() if request.full or not can_repeat() else microbatches_repeated(),
             ):
