@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from echelon.foresight.trace import Allocate, Free, Kernel, Trace
@@ -57,12 +58,13 @@ class Memory:
 class _Block:
     """Part of a segment."""
 
-    __slots__ = ("after", "before", "is_free", "pool", "segment", "size")
+    __slots__ = ("after", "before", "is_free", "number", "pool", "size")
 
-    def __init__(self, size: int, pool: tuple[int, bool], segment: int) -> None:
+    def __init__(self, size: int, pool: tuple[int, bool]) -> None:
         self.size = size
         self.pool = pool
-        self.segment = segment
+        self.number = 0
+        """Number while the block is in a list of free blocks: those of equal size are taken by age."""
         self.is_free = True
         self.before: _Block | None = None
         self.after: _Block | None = None
@@ -93,9 +95,7 @@ class CachingAllocator:
         self._free: dict[tuple[int, bool], list[_Slot]] = defaultdict(list)
         self._blocks: dict[int, _Block] = {}
         """Free blocks by number."""
-        self._numbers: dict[int, int] = {}
-        """Number of a free block, by its identity."""
-        self._next = 0
+        self._new_number = count(1).__next__
         self._used: dict[int, _Block] = {}
         self._ends: dict[tuple[int, bool], _Block] = {}
         """Last block of a pool's expandable segment."""
@@ -143,7 +143,7 @@ class CachingAllocator:
         segment = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE_REQUEST else _up(size, ROUND_LARGE)
         if not self._reserve(segment):
             return None
-        return _Block(segment, pool, self._new_number())
+        return _Block(segment, pool)
 
     def _extend(self, pool: tuple[int, bool], size: int) -> _Block | None:
         """Maps more pages at the end of a pool's segment, behind the free block there."""
@@ -158,7 +158,7 @@ class CachingAllocator:
             self._remove(last)
             last.size += mapped
             return last
-        block = _Block(mapped, pool, 0 if last is None else last.segment)
+        block = _Block(mapped, pool)
         if last is not None:
             last.after, block.before = block, last
         self._ends[pool] = block
@@ -208,7 +208,7 @@ class CachingAllocator:
         if not keeps:
             return
         block.size = size
-        other = _Block(rest, block.pool, block.segment)
+        other = _Block(rest, block.pool)
         other.before, other.after = block, block.after
         if block.after is not None:
             block.after.before = other
@@ -227,21 +227,15 @@ class CachingAllocator:
             self._ends[block.pool] = first
         return first
 
-    def _new_number(self) -> int:
-        self._next += 1
-        return self._next
-
     def _add(self, block: _Block) -> None:
-        number = self._new_number()
-        self._blocks[number] = block
-        self._numbers[id(block)] = number
-        insort(self._free[block.pool], _Slot(block.size, number))
+        block.number = self._new_number()
+        self._blocks[block.number] = block
+        insort(self._free[block.pool], _Slot(block.size, block.number))
 
     def _remove(self, block: _Block) -> None:
-        number = self._numbers.pop(id(block))
-        del self._blocks[number]
+        del self._blocks[block.number]
         slots = self._free[block.pool]
-        del slots[bisect_left(slots, _Slot(block.size, number))]
+        del slots[bisect_left(slots, _Slot(block.size, block.number))]
 
 
 def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) -> Memory:
