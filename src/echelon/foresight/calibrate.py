@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.arguments import is_amount, is_count
 from echelon.errors import LaunchError
@@ -88,7 +88,7 @@ def calibrate() -> Device:
         networks=MappingProxyType({name: _line(curves) for name, curves in measured_links.items()}),
         links=MappingProxyType(measured_links),
     )
-    return _with(device, launch_seconds=_launch_seconds(device))
+    return replace(device, launch_seconds=_launch_seconds(device))
 
 
 def this_machine() -> str:
@@ -101,7 +101,7 @@ def this_machine() -> str:
 
 def save(device: Device, path: str | os.PathLike[str]) -> None:
     """Writes a device to a file."""
-    values = {name: _plain(value) for name, value in _values(device).items()}
+    values = {each.name: _plain(getattr(device, each.name)) for each in fields(device)}
     Path(path).write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n")
 
 
@@ -163,14 +163,6 @@ def _check_curve(name: str, curve: Curve) -> None:
     rises = all(before[0] < after[0] for before, after in pairwise(curve))
     if len(curve) < 2 or not rises or not all(0 < value < math.inf for point in curve for value in point):
         raise ValueError(f"the curve {name!r} needs two points or more, rising and above 0")
-
-
-def _values(device: Device) -> dict[str, Any]:
-    return {each.name: getattr(device, each.name) for each in fields(device)}
-
-
-def _with(device: Device, **changed: Any) -> Device:
-    return Device(**{**_values(device), **changed})
 
 
 # Kernels
@@ -257,9 +249,8 @@ def _curves() -> dict[str, list[tuple[float, float]]]:
     for elements in _SIZES:
         copies = [_acts(elements) for _ in range(max(1, min(64, _NEAR // (12 * elements))))]
         for number, kernel in enumerate(_recorded(partial(_acts, elements))):
-            moved = sum(size for _, size in (*kernel.reads, *kernel.writes))
             seconds = _seconds([acts[number] for acts in copies])
-            curves.setdefault(kernel.name, []).append((moved, seconds))
+            curves.setdefault(kernel.name, []).append((kernel.num_bytes, seconds))
     for side in _SIDES:
         for name, act in _products(side).items():
             curves.setdefault(name, []).append((side, _seconds([act]) / (2 * 512 * 512 * side)))
@@ -304,26 +295,27 @@ def _seconds(acts: list[Act]) -> float:
 
 def _launch_seconds(device: Device) -> float:
     """Returns the time that Python and autograd take for a kernel, from a training step of a tiny model."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(16)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = torch.randn(8, 8)
 
-    def step() -> None:
-        model(batch).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def step_of_model() -> Callable[[Tensor], None]:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(16)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(batch: Tensor) -> None:
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
 
     def main() -> None:
-        copy = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(16)))
-        own = torch.optim.SGD(copy.parameters(), lr=0.01)
+        step = step_of_model()
         for _ in range(2):
-            copy(torch.randn(8, 8)).sum().backward()
-            own.step()
-            own.zero_grad()
+            step(torch.randn(8, 8))
 
     kernels = [each for each in record(main, 1, gpu=None)[0].entries if isinstance(each, Kernel)]
     computing = sum(device.seconds(each) for each in kernels)
-    return max(0.0, _seconds([step]) - computing) / sum(each.launches for each in kernels)
+    whole = _seconds([partial(step_of_model(), torch.randn(8, 8))])
+    return max(0.0, whole - computing) / sum(each.launches for each in kernels)
 
 
 # Communication

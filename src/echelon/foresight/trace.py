@@ -44,6 +44,11 @@ class Kernel(NamedTuple):
     is_compiled: bool = False
     """Whether the program compiles it together with its neighbours, by torch.compile."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all inputs and outputs."""
+        return sum([size for _, size in self.reads]) + sum([size for _, size in self.writes])
+
 
 class Collective(NamedTuple):
     """A collective on the communication stream of its group."""
@@ -92,6 +97,15 @@ class Message(NamedTuple):
     module: int
     is_ordered: bool = True
     """Whether it begins after earlier messages between the two ranks. Echelon's messages are matched by their tags."""
+
+    @property
+    def kind(self) -> str:
+        """Kind, as collectives have one: "send" or "receive"."""
+        return "send" if self.is_send else "receive"
+
+    def ends(self, rank: int) -> tuple[int, int]:
+        """Returns the ranks that send it and receive it. `rank` is the one that recorded it."""
+        return (rank, self.peer) if self.is_send else (self.peer, rank)
 
 
 class Wait(NamedTuple):
@@ -145,6 +159,7 @@ class Free(NamedTuple):
     storage: int
 
 
+Communication: TypeAlias = Collective | Message
 Entry: TypeAlias = Kernel | Collective | Message | Wait | RecordEvent | WaitEvent | HostWait | Allocate | Free
 
 
@@ -190,3 +205,24 @@ class Trace:
     """(first entry, entry after the last one, step) of the steps of a schedule, such as "0F3" of a pipeline."""
     earlier: tuple[Order, ...] = ()
     """Communication, waits and events of the program before the step."""
+
+    def kernel(self, index: int) -> Kernel:
+        """Returns an entry that is a kernel."""
+        entry = self.entries[index]
+        assert isinstance(entry, Kernel)
+        return entry
+
+    def communication(self, index: int) -> Communication:
+        """Returns an entry that is a collective or a message."""
+        entry = self.entries[index]
+        assert isinstance(entry, Collective | Message)
+        return entry
+
+    def line(self, entry: Kernel | Communication | Allocate, unknown: str = "an unknown line") -> str:
+        """Returns the line of an entry, as "train.py:42"."""
+        return self.places[entry.place] if entry.place >= 0 else unknown
+
+    def where(self, entry: Kernel | Communication | Allocate, unknown: str = "an unknown line") -> str:
+        """Returns line and module of an entry, as "train.py:42 in layers.2.attention"."""
+        module = f" in {self.modules[entry.module]}" if entry.module >= 0 else ""
+        return self.line(entry, unknown) + module

@@ -153,8 +153,7 @@ class Device:
         if kernel.kind == "attention" and kernel.shape:
             queries, keys, head_dim = kernel.shape[2:]
             return attention_seconds(self, kernel.dtype, kernel.flops, queries, keys, head_dim)
-        moved = sum([size for _, size in kernel.reads]) + sum([size for _, size in kernel.writes])
-        return self.memory_seconds(kernel.name, moved, kernel.launches, kernel.flops, kernel.dtype)
+        return self.memory_seconds(kernel.name, kernel.num_bytes, kernel.launches, kernel.flops, kernel.dtype)
 
     def memory_seconds(
         self, name: str, num_bytes: float, launches: int = 1, flops: float = 0, dtype: str = "float32"
@@ -231,8 +230,7 @@ def _measured(curves: Mapping[str, Curve], kernel: Kernel) -> float:
         return kernel.flops * value_at(curves[f"matmul_{side}"], max(length, 1))
     if kernel.kind == "attention":
         return value_at(curves["attention_backward" if "backward" in kernel.name else "attention"], kernel.flops)
-    moved = sum([size for _, size in kernel.reads]) + sum([size for _, size in kernel.writes])
-    return value_at(curves.get(kernel.name) or curves["add"], max(moved, 1))
+    return value_at(curves.get(kernel.name) or curves["add"], max(kernel.num_bytes, 1))
 
 
 def value_at(curve: Curve, at: float) -> float:
