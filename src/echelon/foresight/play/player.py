@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from echelon.errors import DeadlockError
 from echelon.foresight.play.cluster import Cluster
@@ -32,7 +33,7 @@ from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole,
 from echelon.foresight.play.processors import play_on_processors
 from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run
 from echelon.foresight.play.roles import Channel, Meeting, waiting_text
-from echelon.foresight.trace import Collective, Message, Trace
+from echelon.foresight.trace import Message, Trace
 
 DEFAULT_STREAM = 0
 
@@ -62,17 +63,11 @@ def play(
             gc.enable()
 
 
-class _Ready:
-    """Event that a stream sets when it reaches a call of communication."""
-
-
-_READY = _Ready()
-
-_Task: TypeAlias = tuple[Run | Mark | Await | Post | _Ready, float, int]
+_Task: TypeAlias = tuple[Run | Mark | Await | Post, float, int]
 """(operation that a stream or a queue has to do, time at which the host called it, index of the operation)."""
 
 _Key: TypeAlias = tuple[str, int]
-"""Name of a point in time: ("event", operation), ("end", entry of a communication) or ("ready", operation)."""
+"""Name of a point in time: ("event", operation that records it) or ("end", entry of a communication)."""
 
 
 class _Line:
@@ -131,12 +126,11 @@ class _Gathering(_Work):
         self.cost: Cost | None = None
 
 
-class _Taken(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Taken:
     """Multiprocessors that communication of one role takes until it ends."""
 
     role: _Role
-    number: int
-    """A number of its own, so that no two are equal."""
     left: float
     """Share of the device that is left to kernels."""
 
@@ -164,8 +158,8 @@ class _Role:
         self.at = 0
         self.host = 0.0
         self.is_waiting = False
-        self.streams: dict[int, _Line] = {}
-        self.queues: dict[tuple[str, int], _Line] = {}
+        self.streams: defaultdict[int, _Line] = defaultdict(_Line)
+        self.queues: defaultdict[tuple[str, int], _Line] = defaultdict(_Line)
         self.times: dict[_Key, float] = {}
         self.waiters: dict[_Key, list[_Line]] = {}
         self.calls: Counter[object] = Counter()
@@ -189,17 +183,10 @@ class _Role:
         self.waits: list[tuple[float, float]] = []
         """Intervals in which a stream waits until the other sides of a communication arrive."""
 
-    def stream(self, number: int) -> _Line:
-        line = self.streams.get(number)
-        if line is None:
-            line = self.streams[number] = _Line()
-        return line
-
-    def queue(self, name: tuple[str, int]) -> _Line:
-        line = self.queues.get(name)
-        if line is None:
-            line = self.queues[name] = _Line()
-        return line
+    @property
+    def lines(self) -> list[_Line]:
+        """All streams and queues."""
+        return [*self.streams.values(), *self.queues.values()]
 
 
 # Order of events at the same time: ends make room before the next work begins.
@@ -270,7 +257,7 @@ class _Player:
                 role.host += self._device.launch_seconds
                 self._post(role, operation)
             else:
-                line = role.stream(operation.stream)
+                line = role.streams[operation.stream]
                 self._issue(role, line, (operation, role.host, role.at))  # type: ignore[arg-type]
                 if type(operation) is Run:
                     role.host += operation.host
@@ -286,7 +273,7 @@ class _Player:
             return True
         if wait.stream < 0 and role.num_waiting:
             return False
-        lines = [*role.streams.values(), *role.queues.values()] if wait.stream < 0 else [role.stream(wait.stream)]
+        lines = role.lines if wait.stream < 0 else [role.streams[wait.stream]]
         if any(line.backlog is not None for line in lines):
             return False
         role.host = max([role.host, *(line.time for line in lines)])
@@ -295,9 +282,10 @@ class _Player:
     def _post(self, role: _Role, post: Post) -> None:
         """Puts communication on its queue. It starts after the work that its stream has so far."""
         number = role.at
-        stream = role.stream(post.stream)
-        self._issue(role, stream, (_READY, role.host, number))
-        self._issue(role, role.queue(post.queue), (post, role.host, number))
+        stream = role.streams[post.stream]
+        # The queue begins it once the stream has got here.
+        self._issue(role, stream, (Mark(post.stream, number), role.host, number))
+        self._issue(role, role.queues[post.queue], (post, role.host, number))
         if post.blocking:
             for entry in post.entries:
                 self._issue(role, stream, (Await(post.stream, -1, entry, entry), role.host, number))
@@ -328,8 +316,7 @@ class _Player:
             return True
         if type(operation) is Post:
             return self._communicate(role, line, number, operation)
-        key = ("event", operation.event) if isinstance(operation, Mark) else ("ready", number)
-        self._set(role, key, max(line.time, issued))
+        self._set(role, ("event", number), max(line.time, issued))
         return True
 
     def _set(self, role: _Role, key: _Key, time: float) -> None:
@@ -390,9 +377,9 @@ class _Player:
             self._at(kernels.end, _END, kernels, kernels.version)
 
     def _communicate(self, role: _Role, line: _Line, number: int, post: Post) -> bool:
-        ready = role.times.get(("ready", number))
+        ready = role.times.get(("event", number))
         if ready is None:
-            role.waiters.setdefault(("ready", number), []).append(line)
+            role.waiters.setdefault(("event", number), []).append(line)
             return False
         begin = max(line.time, ready)
         gatherings = [self._join(role, line, number, part, begin) for part in range(len(post.entries))]
@@ -415,8 +402,7 @@ class _Player:
             return known
         operation = role.program.operations[number]
         assert isinstance(operation, Post)
-        entry = role.trace.entries[operation.entries[part]]
-        assert isinstance(entry, Collective | Message)
+        entry = role.trace.communication(operation.entries[part])
         if isinstance(entry, Message):
             self._arrive(role, entry, begin)
         encounter = self._matches.encounter(role.rank, entry)
@@ -436,7 +422,7 @@ class _Player:
             gathering.cost = cost
         gathering.shares.extend(shares)
         if self._communication_share and cost.seconds:
-            taken = _Taken(role, next(self._numbers), 1.0 - self._communication_share * cost.blocks)
+            taken = _Taken(role, 1.0 - self._communication_share * cost.blocks)
             gathering.taken.append(taken)
             self._at(begin, _TAKE, taken)
         if followed is not None:
@@ -493,8 +479,7 @@ class _Player:
     # Results
 
     def _is_stuck(self, role: _Role) -> bool:
-        lines = [*role.streams.values(), *role.queues.values()]
-        return role.at < len(role.program.operations) or any(line.backlog is not None for line in lines)
+        return role.at < len(role.program.operations) or any(line.backlog is not None for line in role.lines)
 
     def _explain(self, waiting: Sequence[_Role]) -> str:
         """Returns one sentence for each communication that waits for members."""
@@ -511,11 +496,10 @@ class _Player:
         return "these wait for each other for ever: " + "; ".join(sorted(set(parts)))
 
     def _result(self, role: _Role) -> PlayedRole:
-        lines = [*role.streams.values(), *role.queues.values()]
         role.hosts.append(role.host)
         return PlayedRole(
             program=role.program,
-            seconds=max([role.host, *(line.time for line in lines)]),
+            seconds=max([role.host, *(line.time for line in role.lines)]),
             runs=tuple(role.runs),
             communication=tuple(sorted(role.communication, key=lambda span: span.start)),
             hosts=tuple(role.hosts),
