@@ -6,13 +6,22 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from echelon.errors import CollectiveMismatch, DeadlockError
-from echelon.foresight.trace import Collective, Entry, Group, HostWait, Message, RecordEvent, Trace, Wait, WaitEvent
+from echelon.foresight.trace import (
+    Collective,
+    Communication,
+    Entry,
+    Group,
+    HostWait,
+    Message,
+    RecordEvent,
+    Trace,
+    Wait,
+    WaitEvent,
+)
 from echelon.wording import counted, listed
-
-Communication: TypeAlias = Collective | Message
 
 _SAVES = ("torch.distributed.checkpoint.", "Store.save ")
 """Beginnings of the names of saves that all ranks of a group make together."""
@@ -141,21 +150,19 @@ def _described(side: _Side, call: Collective | None) -> str:
     if call is None:
         if not side.calls:
             return f"none on rank {side.rank}"
-        last = side.trace.places[side.calls[-1].place] if side.calls[-1].place >= 0 else "an unknown line"
-        return f"none on rank {side.rank}, whose last one was at {last}"
+        return f"none on rank {side.rank}, whose last one was at {side.trace.line(side.calls[-1])}"
     return f"{text_of(side.trace, call)} on rank {side.rank}"
 
 
 def text_of(trace: Trace, entry: Communication) -> str:
     """Returns an operation with its size, line and module."""
-    place = trace.places[entry.place] if entry.place >= 0 else "an unknown line"
-    module = f" in {trace.modules[entry.module]}" if entry.module >= 0 else ""
+    where = trace.where(entry)
     if isinstance(entry, Message):
         verb = f"send to rank {entry.peer}" if entry.is_send else f"receive from rank {entry.peer}"
-        return f"{verb} of {entry.num_bytes:,} bytes of {entry.dtype}, tag {entry.tag}, at {place}{module}"
+        return f"{verb} of {entry.num_bytes:,} bytes of {entry.dtype}, tag {entry.tag}, at {where}"
     op = f"({entry.op})" if entry.op else ""
     size = f" of {entry.num_bytes:,} bytes of {entry.dtype}" if entry.kind != "barrier" else ""
-    return f"{entry.kind}{op}{size} at {place}{module}"
+    return f"{entry.kind}{op}{size} at {where}"
 
 
 def _shown(ranks: Sequence[int]) -> str:
@@ -198,8 +205,7 @@ def _messages(traces: Mapping[int, Trace], *, is_send: bool) -> dict[tuple[int, 
     for rank, trace in traces.items():
         for entry in trace.entries:
             if isinstance(entry, Message) and entry.is_send == is_send and entry.peer in traces:
-                src, dst = (rank, entry.peer) if is_send else (entry.peer, rank)
-                found[src, dst, entry.tag].append(entry)
+                found[(*entry.ends(rank), entry.tag)].append(entry)
     return found
 
 
@@ -264,8 +270,7 @@ class _Order:
                     calls[group, counts[group]].append((rank, entry.number))
                     counts[group] += 1
                 elif isinstance(entry, Message):
-                    src, dst = (rank, entry.peer) if entry.is_send else (entry.peer, rank)
-                    messages[src, dst, entry.tag, entry.is_send].append((rank, entry.number))
+                    messages[(*entry.ends(rank), entry.tag, entry.is_send)].append((rank, entry.number))
                 else:
                     continue
                 self._of[rank, entry.number] = entry
@@ -379,7 +384,7 @@ def narrow_reductions(traces: Mapping[int, Trace]) -> Iterator[Problem]:
             if not (isinstance(entry, Collective) and entry.op in ("sum", "mean") and entry.dtype in _NARROW):
                 continue
             size, where = len(trace.groups[entry.group].ranks), text_of(trace, entry)
-            place = entry.kind, entry.dtype, trace.places[entry.place] if entry.place >= 0 else ""
+            place = entry.kind, entry.dtype, trace.line(entry, "")
             if entry.phase != "backward" or entry.group in forward or size < 2 or place in seen:
                 continue
             seen.add(place)

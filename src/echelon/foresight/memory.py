@@ -160,7 +160,7 @@ def _curve(role: PlayedRole, memory: Memory, points: int) -> Curve:
 def _moments(role: PlayedRole, memory: Memory) -> list[_Moment]:
     """Returns the memory after each allocation and each free."""
     trace = role.program.trace
-    ends = _kernel_ends(role)
+    ends = {kernel.entry: kernel.end for kernel in role.kernel_times() if kernel.stream == 0}
     sizes: dict[MemoryKind, int] = dict.fromkeys(KINDS, 0)
     alive: dict[int, Allocate] = {}
     for state in trace.live:
@@ -181,20 +181,6 @@ def _moments(role: PlayedRole, memory: Memory) -> list[_Moment]:
             continue
         moments.append(_Moment(time, held, tuple(sizes.values())))
     return moments
-
-
-def _kernel_ends(role: PlayedRole) -> dict[int, float]:
-    """Returns the ends of kernels of the default stream, by their index in the trace."""
-    seconds = role.program.kernel_seconds
-    ends: dict[int, float] = {}
-    for run in role.runs:
-        total = sum(seconds[index] for index in run.entries)
-        stretch = (run.end - run.start) / total if total else 0.0
-        time = run.start
-        for index in run.entries if run.stream == 0 else ():
-            time += seconds[index] * stretch
-            ends[index] = min(time, run.end)
-    return ends
 
 
 # Figure. It needs matplotlib.

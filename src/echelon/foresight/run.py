@@ -25,7 +25,7 @@ from echelon.foresight.record.device_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report, seconds_text
 from echelon.foresight.roles import Roles
-from echelon.foresight.trace import Allocate, Trace
+from echelon.foresight.trace import Trace
 from echelon.launch.call import rank_call
 from echelon.simulation.network import Network
 from echelon.timeline.timeline import LazySequence, Level, Timeline
@@ -269,7 +269,7 @@ class Foreseen:
         """Returns the tensors at the peak of a recorded rank as (kind, line and module; bytes), the largest first."""
         largest: dict[str, int] = {}
         for storage in self.memory[rank].alive_at_peak:
-            where = _where(self.traces[rank], storage)
+            where = f"{storage.kind} of {self.traces[rank].where(storage)}"
             largest[where] = largest.get(where, 0) + storage.num_bytes
         return sorted(largest.items(), key=lambda item: -item[1])
 
@@ -401,12 +401,6 @@ def _facts_of(device: Device) -> Gpu | None:
         _CAPABILITIES.get(device.generation, (8, 0)),
         device.num_sms,
     )
-
-
-def _where(trace: Trace, storage: Allocate) -> str:
-    place = trace.places[storage.place] if storage.place >= 0 else "an unknown line"
-    module = f" in {trace.modules[storage.module]}" if storage.module >= 0 else ""
-    return f"{storage.kind} of {place}{module}"
 
 
 def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from echelon.foresight.play.played import CommunicationSpan, PlayedRole, group_text
 from echelon.foresight.report import seconds_text
-from echelon.foresight.trace import Collective, Kernel, Message, Trace
+from echelon.foresight.trace import Communication, Kernel, Trace
 from echelon.timeline.palette import tone_of
 from echelon.timeline.widget.data import Lane as Row
 from echelon.timeline.widget.data import Part, Piece, Words
@@ -160,61 +160,45 @@ def _merged(row: list[Block]) -> Block:
 def _kernels(role: PlayedRole) -> dict[int, list[Block]]:
     trace = role.program.trace
     streams: dict[int, list[Block]] = {}
-    spans = role.kernel_spans()
-    for stream in spans:
-        entries = [index for run in role.runs if run.stream == stream for index in run.entries]
-        blocks = streams[stream] = []
-        for index, span in zip(entries, spans[stream], strict=True):
-            kernel = trace.entries[index]
-            assert isinstance(kernel, Kernel)
-            start, end = float(span.start), float(span.end)
-            part = f"{kernel.name}{_where(trace, kernel)}", end - start
-            module = _repeated(trace, kernel.module)
-            blocks.append(Block(start, end, kernel.phase, (part,), module, module))
+    for index, stream, start, end in role.kernel_times():
+        kernel = trace.kernel(index)
+        part = f"{kernel.name}{_where(trace, kernel)}", end - start
+        module = _repeated(trace, kernel.module)
+        streams.setdefault(stream, []).append(Block(start, end, kernel.phase, (part,), module, module))
     return streams
 
 
 def _communication(role: PlayedRole) -> dict[str, list[Block]]:
     """Returns the communication of each group, on a lane for each level of overlap."""
     trace = role.program.trace
-    lanes: dict[tuple[int, int], list[Block]] = {}
-    for span in role.communication:
-        entry, block = _call_of(trace, span)
-        level = 0
-        while (lane := lanes.get((entry.group, level))) and lane[-1].end > block.start:
-            level += 1
-        lanes.setdefault((entry.group, level), []).append(block)
     named: dict[str, list[Block]] = {}
-    for (group, level), blocks in sorted(lanes.items()):
+    for (group, level), spans in role.lanes().items():
         name = group_text(trace, group)
         name = f"{name} ({level + 1})" if level else name
         while name in named:
             name += "'"
-        named[name] = blocks
+        named[name] = [_call_of(trace, span) for span in spans]
     return named
 
 
-def _call_of(trace: Trace, span: CommunicationSpan) -> tuple[Collective | Message, Block]:
-    entry = trace.entries[span.entry]
-    assert isinstance(entry, Collective | Message)
-    kind = entry.kind if isinstance(entry, Collective) else "send" if entry.is_send else "receive"
+def _call_of(trace: Trace, span: CommunicationSpan) -> Block:
+    entry = trace.communication(span.entry)
     how = ", ".join(filter(None, (span.algorithm, span.protocol)))
     size = f"{entry.num_bytes / (1 << 20):,.1f} MiB of {entry.dtype}{how and f' by {how}'}"
     part = f"{size}{_where(trace, entry)}", span.end - span.start
-    return entry, Block(span.start, span.end, kind, (part,))
+    return Block(span.start, span.end, entry.kind, (part,))
 
 
 def _exposed(role: PlayedRole) -> Iterator[Block]:
     """Yields the time in which communication runs and no kernel does."""
     for part in role.exposed_parts:
-        _, call = _call_of(role.program.trace, part.span)
+        call = _call_of(role.program.trace, part.span)
         text = f"{call.hue} of {call.parts[0][0]}"
         yield Block(part.start, part.end, "exposed", ((text, part.end - part.start),))
 
 
-def _where(trace: Trace, entry: Kernel | Collective | Message) -> str:
-    place = f" at {trace.places[entry.place]}" if entry.place >= 0 else ""
-    return place + (f" in {trace.modules[entry.module]}" if entry.module >= 0 else "")
+def _where(trace: Trace, entry: Kernel | Communication) -> str:
+    return (" at " if entry.place >= 0 else "") + trace.where(entry, "")
 
 
 def _repeated(trace: Trace, module: int) -> str:

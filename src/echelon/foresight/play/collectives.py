@@ -17,7 +17,7 @@ from typing import NamedTuple
 from echelon.errors import EchelonError
 from echelon.foresight.play.cluster import Cluster, Placement
 from echelon.foresight.play.device import Curve, value_at
-from echelon.foresight.trace import Collective, Message, Trace
+from echelon.foresight.trace import Communication, Message, Trace
 
 _US = 1e-6
 
@@ -91,6 +91,7 @@ class Cost(NamedTuple):
     """Multiprocessors that it takes from kernels, divided by the number that a collective takes."""
 
 
+@lru_cache(maxsize=100_000)
 def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:
     """Returns the time of a collective, from the arrival of its last member.
 
@@ -104,11 +105,6 @@ def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes
     Raises:
         EchelonError: the kind has no formula.
     """
-    return _cost(cluster, kind, placement, num_bytes)
-
-
-@lru_cache(maxsize=100_000)
-def _cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:
     if kind not in KINDS:
         raise EchelonError(f"collective {kind!r} has no formula: kinds with one are {', '.join(sorted(KINDS))}")
     if placement.num_ranks == 1:
@@ -127,11 +123,11 @@ def _cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
     )
 
 
-def cost_of(cluster: Cluster, trace: Trace, rank: int, entry: Collective | Message) -> Cost:
+def cost_of(cluster: Cluster, trace: Trace, rank: int, entry: Communication) -> Cost:
     """Returns the time of a recorded rank's communication, from the arrival of its last member."""
     ranks = trace.groups[entry.group].ranks
     if isinstance(entry, Message):
-        src, dst = (rank, entry.peer) if entry.is_send else (entry.peer, rank)
+        src, dst = entry.ends(rank)
         # Lone messages of two ranks have a communicator of their own.
         return message_cost(cluster, src, dst, entry.num_bytes, (src, dst) if entry.batch < 0 else ranks)
     return collective_cost(cluster, entry.kind, cluster.placement(ranks), entry.num_bytes)

@@ -14,7 +14,7 @@ from echelon.foresight.play.links import Links, Shares
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.play.program import Program, lower
 from echelon.foresight.play.roles import Roles
-from echelon.foresight.trace import Collective, Message, Trace
+from echelon.foresight.trace import Collective, Communication, Trace
 
 
 class Price(NamedTuple):
@@ -59,7 +59,7 @@ class Job:
             members[self.classes[rank]][self.cluster.host_of(rank)] += 1
         return members
 
-    def price(self, trace: Trace, entry: Collective | Message) -> Price:
+    def price(self, trace: Trace, entry: Communication) -> Price:
         """Returns the duration of a collective or message on idle links, and the links that it uses."""
         # Fast path: a step has thousands of calls, and tens of distinct ones.
         about = (entry.kind,) if isinstance(entry, Collective) else (entry.is_send, entry.peer, entry.batch < 0)

@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.collectives import Cost
-from echelon.foresight.trace import Collective, Message
+from echelon.foresight.trace import Communication, Message
 
 _FULL = 1 + 1e-9
 """Sum of shares above which a link is too full, with a margin for rounding."""
@@ -52,7 +52,7 @@ class Links(Generic[_Flow]):
         self._shares: dict[_Flow, Shares] = {}
         self._rates: dict[_Flow, float] = {}
 
-    def shares(self, rank: int, entry: Collective | Message, cost: Cost) -> Iterable[tuple[Link, float]]:
+    def shares(self, rank: int, entry: Communication, cost: Cost) -> Iterable[tuple[Link, float]]:
         """Yields the links that communication takes on the side of a recorded rank, with its share of each."""
         role = by = self._classes[rank]
         ways: tuple[bool, ...] = (True, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,7 +13,7 @@ from echelon.foresight.play.allocator import Memory, memory_of
 from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.program import Program
-from echelon.foresight.trace import Collective, Kernel, Message, Trace
+from echelon.foresight.trace import Kernel, Message, Trace
 from echelon.timeline.timeline import Span, Timeline
 
 _FEW_RANKS = 2
@@ -43,6 +43,16 @@ class CommunicationSpan(NamedTuple):
     end: float
     algorithm: str
     protocol: str
+
+
+class KernelTime(NamedTuple):
+    """A kernel in its run. Delays are shared out evenly over a run."""
+
+    entry: int
+    """Index in the trace."""
+    stream: int
+    start: float
+    end: float
 
 
 class ExposedPart(NamedTuple):
@@ -108,11 +118,8 @@ class PlayedRole:
     def kernel_seconds(self) -> Mapping[str, float]:
         """Time of kernels that have the device to themselves, by kind: "matmul", "attention", "other"."""
         total: dict[str, float] = {"matmul": 0.0, "attention": 0.0, "other": 0.0}
-        entries = self.program.trace.entries
         for index, seconds in self.program.kernel_seconds.items():
-            kernel = entries[index]
-            assert isinstance(kernel, Kernel)
-            total[kernel.kind] += seconds
+            total[self.program.trace.kernel(index).kind] += seconds
         return total
 
     @cached_property
@@ -144,21 +151,9 @@ class PlayedRole:
     @cached_property
     def exposed_parts(self) -> tuple[ExposedPart, ...]:
         """Intervals in which no kernel runs and communication does."""
-        found: list[ExposedPart] = []
-        gaps = self._gaps()
-        at, covered = 0, 0.0
-        for span in self.communication:
-            begin = max(span.start, covered)
-            covered = max(covered, span.end)
-            while at < len(gaps) and gaps[at][1] <= begin:
-                at += 1
-            for start, end in islice(gaps, at, None):
-                if start >= span.end:
-                    break
-                part = ExposedPart(span, max(start, begin), min(end, span.end))
-                if part.start < part.end:
-                    found.append(part)
-        return tuple(found)
+        spans = self.communication
+        parts = self._without_kernels((span.start, span.end) for span in spans)
+        return tuple(ExposedPart(spans[index], start, end) for index, start, end in parts)
 
     @cached_property
     def has_messages(self) -> bool:
@@ -168,16 +163,24 @@ class PlayedRole:
     @cached_property
     def waiting(self) -> float:
         """Seconds in which no kernel runs and a stream waits until the other sides of a communication arrive."""
-        gaps, at, covered, total = self._gaps(), 0, 0.0, 0.0
-        for start, end in self.waits:
-            start, covered = max(start, covered), max(covered, end)
-            while at < len(gaps) and gaps[at][1] <= start:
+        return sum((end - start for _, start, end in self._without_kernels(self.waits)), 0.0)
+
+    def _without_kernels(self, intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[int, float, float]]:
+        """Yields the parts of intervals in which no kernel runs, as (number of the interval, start, end).
+
+        Intervals come by start. Where several overlap, the time counts for the first.
+        """
+        gaps, at, covered = self._gaps(), 0, 0.0
+        for number, (start, end) in enumerate(intervals):
+            begin, covered = max(start, covered), max(covered, end)
+            while at < len(gaps) and gaps[at][1] <= begin:
                 at += 1
-            for begin, until in islice(gaps, at, None):
-                if begin >= end:
+            for opening, closing in islice(gaps, at, None):
+                if opening >= end:
                     break
-                total += max(0.0, min(until, end) - max(begin, start))
-        return total
+                first, last = max(opening, begin), min(closing, end)
+                if first < last:
+                    yield number, first, last
 
     def _gaps(self) -> list[tuple[float, float]]:
         gaps, last = [], 0.0
@@ -191,49 +194,52 @@ class PlayedRole:
 
     def _name_of(self, span: CommunicationSpan) -> Exposed:
         trace = self.program.trace
-        entry = trace.entries[span.entry]
-        assert isinstance(entry, Collective | Message)
-        place = trace.places[entry.place] if entry.place >= 0 else ""
-        return Exposed(group_text(trace, entry.group), place)
+        entry = trace.communication(span.entry)
+        return Exposed(group_text(trace, entry.group), trace.line(entry, ""))
 
-    def kernel_spans(self) -> Mapping[int, tuple[Span, ...]]:
-        """Returns the kernels of each stream with their times. Delays are shared out evenly over a run."""
-        entries, seconds = self.program.trace.entries, self.program.kernel_seconds
-        streams: dict[int, list[Span]] = defaultdict(list)
+    def kernel_times(self) -> Iterator[KernelTime]:
+        """Yields the kernels with their times, by their runs."""
+        seconds = self.program.kernel_seconds
         for run in self.runs:
             total = sum(seconds[index] for index in run.entries)
             stretch = (run.end - run.start) / total if total else 0.0
             time = run.start
             for index in run.entries:
-                kernel = entries[index]
-                assert isinstance(kernel, Kernel)
                 end = min(time + seconds[index] * stretch, run.end)
-                streams[run.stream].append(Span(kernel.name, time, end))
+                yield KernelTime(index, run.stream, time, end)
                 time = end
+
+    def kernel_spans(self) -> Mapping[int, tuple[Span, ...]]:
+        """Returns the kernels of each stream with their times."""
+        streams: dict[int, list[Span]] = defaultdict(list)
+        for index, stream, start, end in self.kernel_times():
+            streams[stream].append(Span(self.program.trace.kernel(index).name, start, end))
         return {stream: tuple(spans) for stream, spans in streams.items()}
 
     def phase_spans(self) -> tuple[Span, ...]:
         """Returns the default stream's kernels by phase, such as "backward", or by their step of a schedule."""
-        trace, seconds = self.program.trace, self.program.kernel_seconds
+        trace = self.program.trace
         steps = {index: step for begin, end, step in trace.computed for index in range(begin, end)}
         spans: list[Span] = []
-        for run in self.runs:
-            if run.stream:
+        for index, stream, start, end in self.kernel_times():
+            if stream:
                 continue
-            total = sum(seconds[index] for index in run.entries)
-            stretch = (run.end - run.start) / total if total else 0.0
-            time = run.start
-            for index in run.entries:
-                kernel = trace.entries[index]
-                assert isinstance(kernel, Kernel)
-                end = min(time + seconds[index] * stretch, run.end)
-                step = steps.get(index, kernel.phase)
-                if spans and spans[-1].step == step and time - spans[-1].end <= 1e-9:
-                    spans[-1] = Span(step, spans[-1].start, end)
-                else:
-                    spans.append(Span(step, time, end))
-                time = end
+            step = steps.get(index, trace.kernel(index).phase)
+            if spans and spans[-1].step == step and start - spans[-1].end <= 1e-9:
+                spans[-1] = Span(step, spans[-1].start, end)
+            else:
+                spans.append(Span(step, start, end))
         return tuple(spans)
+
+    def lanes(self) -> Mapping[tuple[int, int], Sequence[CommunicationSpan]]:
+        """Returns the communication of each group, by the group's index and the level of overlap."""
+        lanes: dict[tuple[int, int], list[CommunicationSpan]] = {}
+        for span in self.communication:
+            group, level = self.program.trace.communication(span.entry).group, 0
+            while (lane := lanes.get((group, level))) and lane[-1].end > span.start:
+                level += 1
+            lanes.setdefault((group, level), []).append(span)
+        return dict(sorted(lanes.items()))
 
 
 @dataclass(frozen=True)
@@ -336,7 +342,7 @@ class Played:
             streams = role.kernel_spans()
             rows.append(streams.get(0, ()) if kernels else role.phase_spans())
             lanes = [spans for stream, spans in sorted(streams.items()) if stream]
-            beside.append((*lanes, *_communication_lanes(role)))
+            beside.append((*lanes, *_communication_spans(role)))
         return Timeline(
             steps=tuple(tuple(span.step for span in row) for row in rows),
             starts=tuple(tuple(span.start for span in row) for row in rows),
@@ -359,17 +365,9 @@ def group_text(trace: Trace, index: int) -> str:
     return f"ranks {ranks[0]}-{ranks[-1]}" if ranks[-1] - ranks[0] == len(ranks) - 1 else f"{len(ranks)} ranks"
 
 
-def _communication_lanes(role: PlayedRole) -> list[tuple[Span, ...]]:
-    """Returns a lane for each group, and one more for each level of messages that overlap."""
+def _communication_spans(role: PlayedRole) -> Iterator[tuple[Span, ...]]:
     trace = role.program.trace
-    lanes: dict[tuple[int, int], list[Span]] = {}
-    for span in role.communication:
-        entry = trace.entries[span.entry]
-        assert isinstance(entry, Collective | Message)
-        group = trace.groups[entry.group]
-        kind = entry.kind if isinstance(entry, Collective) else "send" if entry.is_send else "receive"
-        level = 0
-        while (lane := lanes.get((entry.group, level))) and lane[-1].end > span.start:
-            level += 1
-        lanes.setdefault((entry.group, level), []).append(Span(f"{kind} {group.name}".strip(), span.start, span.end))
-    return [tuple(spans) for _, spans in sorted(lanes.items())]
+    for (group, _), spans in role.lanes().items():
+        kinds = (trace.communication(span.entry).kind for span in spans)
+        named = zip(kinds, spans, strict=True)
+        yield tuple(Span(f"{kind} {trace.groups[group].name}".strip(), span.start, span.end) for kind, span in named)

@@ -22,7 +22,7 @@ from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
 from echelon.foresight.play.program import Await, Mark, Post, Program, Run
 from echelon.foresight.play.roles import Channel, Meeting, waiting_text
-from echelon.foresight.trace import Collective, Message, Trace
+from echelon.foresight.trace import Message, Trace
 
 _DEFAULT_STREAM = 0
 _EPSILON = 1e-15
@@ -239,8 +239,7 @@ class _Player:
         """Lets a role take part in the communication at the head of a queue, which starts when all have arrived."""
         posted.ready = self._time
         for part, index in enumerate(posted.post.entries):
-            entry = role.trace.entries[index]
-            assert isinstance(entry, Collective | Message)
+            entry = role.trace.communication(index)
             encounter = self._matches.encounter(role.rank, entry)
             found = None if encounter is None else self._gathering.get(encounter.key)
             price = self._job.price(role.trace, entry)

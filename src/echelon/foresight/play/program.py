@@ -145,8 +145,7 @@ class _Lowering:
 
     def modelled(self, index: int) -> float:
         """Returns the time of a kernel, with that of its launch, on the model of the device."""
-        kernel = self._trace.entries[index]
-        assert isinstance(kernel, Kernel)
+        kernel = self._trace.kernel(index)
         return self._device.seconds(kernel) + kernel.launches * self._device.launch_seconds
 
     def host(self, seconds: float) -> None:
@@ -210,9 +209,7 @@ class _Lowering:
 
     def _post(self, queue: tuple[str, int], entries: tuple[int, ...], stream: int, blocking: bool) -> None:
         for index in entries:
-            entry = self._trace.entries[index]
-            assert isinstance(entry, Collective | Message)
-            self._posted[entry.number] = index
+            self._posted[self._trace.communication(index).number] = index
         self._operations.append(Post(stream, queue, entries, blocking))
 
     def _batch_of(self, index: int) -> int:

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from echelon.foresight.trace import Collective, Message, Trace
+from echelon.foresight.trace import Collective, Communication, Message, Trace
 
 Composition = tuple[tuple[int, int], ...]
 
@@ -77,7 +77,7 @@ class Roles:
         self._answered = self._matching_channels()
         self._calls: Counter[tuple[int, Meeting | Channel, int]] = Counter()
 
-    def encounter(self, role: int, entry: Collective | Message) -> Encounter | None:
+    def encounter(self, role: int, entry: Communication) -> Encounter | None:
         """Counts a role's communication: to be called once for each entry, in order. None if the role meets nobody."""
         where: Meeting | Channel | None
         if isinstance(entry, Collective):
@@ -146,9 +146,8 @@ class Roles:
 
 def waiting_text(rank: int, trace: Trace, index: int, missing: Iterable[int]) -> str:
     """Returns the text for a communication that waits for members."""
-    entry = trace.entries[index]
-    assert isinstance(entry, Collective | Message)
-    place = trace.places[entry.place] if entry.place >= 0 else "an unknown line"
+    entry = trace.communication(index)
+    place = trace.line(entry)
     if isinstance(entry, Message):
         way = "send to" if entry.is_send else "receive from"
         return f"rank {rank} at {place} in {way} rank {entry.peer}"
