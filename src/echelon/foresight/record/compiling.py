@@ -5,7 +5,6 @@ The compiler itself would need values and kernels. `echelon.foresight.play.fusio
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.here import Recording, in_place_of, recording_here
 
 _ASSUMPTION = "torch.compile was taken as fused runs of elementwise kernels"
 
@@ -29,10 +28,8 @@ def not_compiled() -> Iterator[None]:
 
 
 def _compiling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def compile(model: Any = None, **options: Any) -> Any:
-        if (recording := recording_here()) is None:
-            return original(model, **options)
+    @in_place_of(original)
+    def compile(recording: Recording, model: Any = None, **_: Any) -> Any:
         recording.log.assume(_ASSUMPTION)
         return _marked if model is None else _marked(model)
 
@@ -40,13 +37,10 @@ def _compiling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiling_itself(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def compile(module: torch.nn.Module, *args: Any, **options: Any) -> None:
-        if (recording := recording_here()) is None:
-            original(module, *args, **options)
-        else:
-            recording.log.assume(_ASSUMPTION)
-            recording.log.compiled.add(module)
+    @in_place_of(original)
+    def compile(recording: Recording, module: torch.nn.Module, *_: Any, **__: Any) -> None:
+        recording.log.assume(_ASSUMPTION)
+        recording.log.compiled.add(module)
 
     return compile
 
@@ -58,10 +52,8 @@ def _marked(model: Any) -> Any:
         recording.log.compiled.add(model)
         return model
 
-    @functools.wraps(model)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if (here := recording_here()) is None:
-            return model(*args, **kwargs)
+    @in_place_of(model)
+    def call(here: Recording, *args: Any, **kwargs: Any) -> Any:
         with here.log.compiling():
             return model(*args, **kwargs)
 

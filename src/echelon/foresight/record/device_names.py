@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
@@ -22,7 +21,7 @@ from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, 
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
 from echelon.foresight.record.device import OnDevice, OnHost, check_gpu, mapped
-from echelon.foresight.record.here import Recording, recording_here
+from echelon.foresight.record.here import Recording, in_place_of, recording_here
 from echelon.foresight.record.sync_batch_norm import batch_norm_on_gpu
 
 
@@ -292,10 +291,8 @@ def _memory_names(gpu: Gpu) -> dict[str, Any]:
 def _with_values(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function whose tensors are numbers of ranks or sizes: they need values."""
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if recording_here() is None:
-            return method(*args, **kwargs)
+    @in_place_of(method)
+    def call(_: Recording, *args: Any, **kwargs: Any) -> Any:
         with real_tensors():
             return method(*map(mapped, args), **{name: mapped(each) for name, each in kwargs.items()})
 
@@ -305,13 +302,12 @@ def _with_values(method: Callable[..., Any]) -> Callable[..., Any]:
 def _naming_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the constructor of meshes. For a dimension of all ranks torch uses the default group, which has no name."""
 
-    @functools.wraps(original)
-    def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+    @in_place_of(original)
+    def init(recording: Recording, self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if (recording := recording_here()) is not None:
-            for name, size in zip(self.mesh_dim_names or (), self.shape, strict=False):
-                if size == dist.get_world_size():
-                    recording.log.name_of_all = recording.log.name_of_all or name
+        for name, size in zip(self.mesh_dim_names or (), self.shape, strict=False):
+            if size == dist.get_world_size():
+                recording.log.name_of_all = recording.log.name_of_all or name
 
     return init
 
@@ -319,9 +315,11 @@ def _naming_groups(original: Callable[..., Any]) -> Callable[..., Any]:
 def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the constructor of autocast, which acts on operators of one device."""
 
-    @functools.wraps(original)
-    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        if recording_here() is not None and device_type == "cuda":
+    @in_place_of(original)
+    def init(
+        _: Recording, self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, *args, **kwargs)
 
@@ -331,10 +329,8 @@ def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the method by which modules move. torch swaps fake parameters, but overwrites parameters of a GPU."""
 
-    @functools.wraps(original)
-    def apply(module: torch.nn.Module, function: Callable[..., Any], recurse: bool = True) -> Any:
-        if recording_here() is None:
-            return original(module, function, recurse)
+    @in_place_of(original)
+    def apply(_: Recording, module: torch.nn.Module, function: Callable[..., Any], recurse: bool = True) -> Any:
         parameters = module._parameters
         for name, each in parameters.items():
             if isinstance(each, FakeTensor):
@@ -358,13 +354,10 @@ def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
 def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the constructor of DDP, which takes no device for modules on the CPU."""
 
-    @functools.wraps(original)
-    def init(
-        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if recording_here() is not None:
-            device_ids = output_device = None
-        original(self, module, device_ids, output_device, *args, **kwargs)
+    @in_place_of(original)
+    def init(_: Recording, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        others = {name: each for name, each in kwargs.items() if name not in ("device_ids", "output_device")}
+        original(self, module, None, None, *args[2:], **others)
 
     return init
 
@@ -375,14 +368,13 @@ _OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
 def _without_workers(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps the constructor of loaders: workers run in the rank's own thread, and nothing is pinned."""
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if recording_here() is not None:
-            # dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, ...
-            args = (*args[:5], *(0 for _ in args[5:6]), *args[6:7], *(False for _ in args[7:8]), *args[8:9])
-            kwargs.update({name: 0 for name in ("num_workers", "timeout") if name in kwargs})
-            kwargs.update({name: False for name in ("pin_memory", "persistent_workers") if name in kwargs})
-            kwargs.update({name: None for name in _OF_WORKERS if name in kwargs})
+    @in_place_of(original)
+    def init(_: Recording, self: Any, *args: Any, **kwargs: Any) -> None:
+        # dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, ...
+        args = (*args[:5], *(0 for _ in args[5:6]), *args[6:7], *(False for _ in args[7:8]), *args[8:9])
+        kwargs.update({name: 0 for name in ("num_workers", "timeout") if name in kwargs})
+        kwargs.update({name: False for name in ("pin_memory", "persistent_workers") if name in kwargs})
+        kwargs.update({name: None for name in _OF_WORKERS if name in kwargs})
         original(self, *args, **kwargs)
 
     return init
@@ -391,9 +383,9 @@ def _without_workers(original: Callable[..., None]) -> Callable[..., None]:
 def _addressing(original: Callable[..., int]) -> Callable[..., int]:
     """Wraps the address of a storage. It is 0 for all fake storages, but programs tell storages apart by it."""
 
-    @functools.wraps(original)
-    def data_ptr(storage: torch.UntypedStorage) -> int:
-        if recording_here() is not None and storage.device.type == "meta":
+    @in_place_of(original)
+    def data_ptr(_: Recording, storage: torch.UntypedStorage) -> int:
+        if storage.device.type == "meta":
             return storage_address(storage) if storage.nbytes() else 0
         return original(storage)
 
@@ -401,11 +393,10 @@ def _addressing(original: Callable[..., int]) -> Callable[..., int]:
 
 
 def _resizing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+    @in_place_of(original)
+    def resize_(recording: Recording, storage: torch.UntypedStorage, size: int) -> Any:
         result = original(storage, size)
-        if (recording := recording_here()) is not None:
-            recording.memory.resized(storage)
+        recording.memory.resized(storage)
         return result
 
     return resize_

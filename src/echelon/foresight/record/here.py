@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
@@ -46,3 +47,26 @@ def recorded(recording: Recording) -> Iterator[None]:
         yield
     finally:
         del _thread.recording
+
+
+def in_place_of(
+    original: Callable[..., Any], here: Callable[[], Recording | None] = recording_here
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of a function that recorded ranks call in place of another one.
+
+    It gets the recording before the arguments. Threads without a recording call the original.
+
+    Args:
+        original: function that is replaced.
+        here: returns the recording of the calling thread.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recording = here()
+            return original(*args, **kwargs) if recording is None else function(recording, *args, **kwargs)
+
+        return call
+
+    return decorate

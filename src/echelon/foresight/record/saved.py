@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import nn
 from echelon.checkpoint.saving import Handle
 from echelon.checkpoint.store import Store
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record.here import Recording
+from echelon.foresight.record.here import Recording, in_place_of
 from echelon.foresight.record.overlay import Scratch
 from echelon.foresight.record.writer import skipping, unrecorded, writer
 
@@ -133,12 +132,8 @@ class CheckpointCalls:
         """Wraps `torch.save`, or a function like it: the file has shapes, and takes no space."""
         torch_save = torch.save
 
-        @functools.wraps(original)
-        def save(obj: object, *args: Any, **kwargs: Any) -> None:
-            recording = writer()
-            if recording is None:
-                original(obj, *args, **kwargs)
-                return
+        @in_place_of(original, writer)
+        def save(recording: Recording, obj: object, *args: Any, **kwargs: Any) -> None:
             recording.log.skip(name)
             path = self._path_of(recording, kwargs.get("f", kwargs.get("filename", args[0] if args else None)))
             if path is None:
@@ -185,11 +180,8 @@ class CheckpointCalls:
     def _saving_apart(self, original: Callable[..., Any], name: str, result: Callable[[], Any]) -> Callable[..., Any]:
         """Wraps a function that saves a checkpoint in a form of its own, which is skipped."""
 
-        @functools.wraps(original)
-        def save(state: object, *args: Any, **kwargs: Any) -> Any:
-            recording = writer()
-            if recording is None:
-                return original(state, *args, **kwargs)
+        @in_place_of(original, writer)
+        def save(recording: Recording, _: object, *args: Any, **kwargs: Any) -> Any:
             recording.log.skip(name)
             if (path := _path_among(args, kwargs)) is not None:
                 self._note(recording, path, "", name)
@@ -201,12 +193,10 @@ class CheckpointCalls:
         """Wraps `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
         torch_load = torch.load
 
-        @functools.wraps(original)
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            recording = writer()
-            if recording is None or not isinstance(f, str | os.PathLike):
-                return original(f, *args, **kwargs)
-            found = self._checkpoint(recording, os.fsdecode(f), name)
+        @in_place_of(original, writer)
+        def load(recording: Recording, f: Any, *args: Any, **kwargs: Any) -> Any:
+            is_path = isinstance(f, str | os.PathLike)
+            found = self._checkpoint(recording, os.fsdecode(f), name) if is_path else None
             if found is None:
                 return original(f, *args, **kwargs)
             if original is not torch_load:
@@ -221,10 +211,10 @@ class CheckpointCalls:
     def _loading_apart(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wraps a function that loads a checkpoint in a form of its own, which the program cannot have saved."""
 
-        @functools.wraps(original)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            recording, path = writer(), _path_among(args, kwargs)
-            if recording is not None and path is not None and self._checkpoint(recording, path, name) is not None:
+        @in_place_of(original, writer)
+        def load(recording: Recording, *args: Any, **kwargs: Any) -> Any:
+            path = _path_among(args, kwargs)
+            if path is not None and self._checkpoint(recording, path, name) is not None:
                 raise UnsupportedOp(f"{name} of {path} at {recording.log.line()}: the script wrote it, and {_NOT_READ}")
             return original(*args, **kwargs)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon._torch_private.distributed import all_gather_into
 from echelon._torch_private.modules import ddp_of_sync_batch_norm
-from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.here import Recording, in_place_of
 
 
 class _Reduce(torch.autograd.Function):
@@ -41,10 +40,10 @@ class _Reduce(torch.autograd.Function):
 def _synchronized(
     original: Callable[[nn.SyncBatchNorm, Tensor], Tensor],
 ) -> Callable[[nn.SyncBatchNorm, Tensor], Tensor]:
-    @wraps(original)
-    def forward(module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    @in_place_of(original)
+    def forward(_: Recording, module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
         group = module.process_group or dist.group.WORLD
-        if recording_here() is None or not module.training or group is None or group.size() == 1:
+        if not module.training or group is None or group.size() == 1:
             return original(module, input)
         statistics = input.new_empty(2 * input.shape[1] + 1, dtype=torch.float32)
         all_gather_into(group, statistics.new_empty(group.size() * statistics.numel()), statistics).wait()

@@ -5,13 +5,12 @@ Threads that neither belong to a recorded rank nor were started by one use real 
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from echelon.foresight.record.here import Recording, recording_here
+from echelon.foresight.record.here import Recording, in_place_of, recording_here
 
 _own = threading.local()
 _STARTED_BY = "_started_by_recording"
@@ -38,10 +37,9 @@ def unrecorded() -> Iterator[None]:
 def inheriting(original: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
     """Wraps `Thread.start`: the new thread belongs to the program that starts it."""
 
-    @functools.wraps(original)
-    def start(thread: threading.Thread) -> None:
-        if (recording := writer()) is not None:
-            setattr(thread, _STARTED_BY, recording)
+    @in_place_of(original, writer)
+    def start(recording: Recording, thread: threading.Thread) -> None:
+        setattr(thread, _STARTED_BY, recording)
         original(thread)
 
     return start
@@ -50,11 +48,8 @@ def inheriting(original: Callable[[threading.Thread], None]) -> Callable[[thread
 def skipping(original: Callable[..., Any], name: str, result: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
     """Wraps a function that writes: the call is skipped and noted under a name, and has a result of its own."""
 
-    @functools.wraps(original)
-    def skip(*args: Any, **kwargs: Any) -> Any:
-        recording = writer()
-        if recording is None:
-            return original(*args, **kwargs)
+    @in_place_of(original, writer)
+    def skip(recording: Recording, *_: Any, **__: Any) -> Any:
         recording.log.skip(name)
         return result()
 

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import numpy as np
 
 from echelon.call_site import is_foreign
-from echelon.foresight.record.here import Recording
+from echelon.foresight.record.here import Recording, in_place_of
 from echelon.foresight.record.overlay import Scratch
 from echelon.foresight.record.saved import CheckpointCalls, Saved
 from echelon.foresight.record.writer import inheriting, skipping, unrecorded, writer
@@ -112,7 +112,7 @@ class _Files:
         yield np.savetxt, self._saving_text(np.savetxt)
         yield os.link, skipping(os.link, "os.link")
         yield os.symlink, skipping(os.symlink, "os.symlink")
-        yield tempfile.gettempdir, self._temporary_folder(tempfile.gettempdir)
+        yield tempfile.gettempdir, in_place_of(tempfile.gettempdir, writer)(lambda _: self._scratch.temporary)
         yield tempfile.NamedTemporaryFile, self._kept(tempfile.NamedTemporaryFile)
         for name in _CHANGES:
             if hasattr(os, name):
@@ -137,16 +137,12 @@ class _Files:
         return found
 
     def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            recording = None if isinstance(file, int) or _has_opener(args, kwargs) else writer()
-            if recording is None or not isinstance(mode, str):
+        @in_place_of(original, writer)
+        def open(recording: Recording, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if isinstance(file, int) or _has_opener(args, kwargs) or not isinstance(mode, str):
                 return original(file, mode, *args, **kwargs)
-            path = os.fsdecode(file)
-            if _is_device(path):
-                return original(file, mode, *args, **kwargs)
-            writes = any(letter in mode for letter in "wax+")
-            if writes and self._allows:
+            path, writes = os.fsdecode(file), _writes(mode)
+            if _is_device(path) or (writes and self._allows):
                 return original(file, mode, *args, **kwargs)
             with unrecorded():
                 if writes:
@@ -160,12 +156,11 @@ class _Files:
         return open
 
     def _opening_descriptor(self, original: Callable[..., int]) -> Callable[..., int]:
-        @functools.wraps(original)
-        def open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            recording = writer()
-            if recording is None or _is_device(os.fsdecode(path)):
-                return original(path, flags, mode, dir_fd=dir_fd)
+        @in_place_of(original, writer)
+        def open(recording: Recording, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             name = os.fsdecode(path)
+            if _is_device(name):
+                return original(path, flags, mode, dir_fd=dir_fd)
             # A file without a name is in no folder, though it is opened by the name of one.
             if not flags & _WRITING or flags & _NAMELESS == _NAMELESS:
                 found = self._checkpoints.find(recording, name) if dir_fd is None else None
@@ -195,7 +190,7 @@ class _Files:
 
             def __init__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
                 recording = None if isinstance(file, int) or _has_opener(args, kwargs) else writer()
-                if recording is not None and any(letter in mode for letter in "wax+"):
+                if recording is not None and _writes(mode):
                     with unrecorded():
                         file = files._target(recording, os.fsdecode(file), copies="a" in mode or "r" in mode)
                 super().__init__(file, mode, *args, **kwargs)
@@ -205,11 +200,10 @@ class _Files:
     def _connecting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `sqlite3.connect`: the program has a copy of the database."""
 
-        @functools.wraps(original)
-        def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
-            recording = writer()
+        @in_place_of(original, writer)
+        def connect(recording: Recording, database: Any, *args: Any, **kwargs: Any) -> Any:
             name = os.fsdecode(database)
-            if recording is None or name in ("", ":memory:") or "mode=ro" in name or "mode=memory" in name:
+            if name in ("", ":memory:") or "mode=ro" in name or "mode=memory" in name:
                 return original(database, *args, **kwargs)
             if kwargs.get("uri") and name.startswith("file:"):
                 name = name.removeprefix("file:").partition("?")[0]
@@ -221,10 +215,9 @@ class _Files:
     def _saving_text(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wraps `numpy.savetxt`, which holds a function that opens files of its own."""
 
-        @functools.wraps(original)
-        def save(fname: Any, *args: Any, **kwargs: Any) -> None:
-            recording = None if hasattr(fname, "write") else writer()
-            if recording is not None:
+        @in_place_of(original, writer)
+        def save(recording: Recording, fname: Any, *args: Any, **kwargs: Any) -> None:
+            if not hasattr(fname, "write"):
                 with unrecorded():
                     fname = self._target(recording, os.fsdecode(fname), copies=False)
             original(fname, *args, **kwargs)
@@ -234,10 +227,17 @@ class _Files:
     def mapping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the constructor of `numpy.memmap`: a file that is mapped for writing is copied where it is written."""
 
-        @functools.wraps(original)
-        def new(cls: Any, filename: Any, dtype: Any = np.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
-            recording = None if hasattr(filename, "read") else writer()
-            if recording is not None and mode in ("r+", "readwrite"):
+        @in_place_of(original, writer)
+        def new(
+            recording: Recording,
+            cls: Any,
+            filename: Any,
+            dtype: Any = np.uint8,
+            mode: str = "r+",
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if not hasattr(filename, "read") and mode in ("r+", "readwrite"):
                 path = os.fsdecode(filename)
                 if self._checkpoints.find(recording, path) is None:
                     recording.log.skip(f"a write of {path}")
@@ -247,12 +247,8 @@ class _Files:
         return new
 
     def _making(self, original: Callable[..., None], name: str) -> Callable[..., None]:
-        @functools.wraps(original)
-        def make(path: Any, *args: Any, **kwargs: Any) -> None:
-            recording = writer()
-            if recording is None:
-                original(path, *args, **kwargs)
-                return
+        @in_place_of(original, writer)
+        def make(recording: Recording, path: Any, *args: Any, **kwargs: Any) -> None:
             text = os.fsdecode(path)
             if kwargs.get("dir_fd") is None and (found := self._checkpoints.find(recording, text)) is not None:
                 with unrecorded():
@@ -268,11 +264,8 @@ class _Files:
         return make
 
     def _changing(self, original: Callable[..., Any], name: str, *, drops: bool) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def change(path: Any, *args: Any, **kwargs: Any) -> Any:
-            recording = writer()
-            if recording is None:
-                return original(path, *args, **kwargs)
+        @in_place_of(original, writer)
+        def change(recording: Recording, path: Any, *args: Any, **kwargs: Any) -> Any:
             is_path = not isinstance(path, int) and kwargs.get("dir_fd") is None
             found = self._checkpoints.find(recording, os.fsdecode(path)) if is_path else None
             if found is None:
@@ -289,12 +282,8 @@ class _Files:
         return change
 
     def _renaming(self, original: Callable[..., None], name: str) -> Callable[..., None]:
-        @functools.wraps(original)
-        def rename(src: Any, dst: Any, **kwargs: Any) -> None:
-            recording = writer()
-            if recording is None:
-                original(src, dst, **kwargs)
-                return
+        @in_place_of(original, writer)
+        def rename(recording: Recording, src: Any, dst: Any, **kwargs: Any) -> None:
             is_path = kwargs.get("src_dir_fd") is None and kwargs.get("dst_dir_fd") is None
             old, new = os.fsdecode(src), os.fsdecode(dst)
             found = self._checkpoints.find(recording, old) if is_path else None
@@ -309,29 +298,19 @@ class _Files:
 
         return rename
 
-    def _temporary_folder(self, original: Callable[[], str]) -> Callable[[], str]:
-        @functools.wraps(original)
-        def gettempdir() -> str:
-            return original() if writer() is None else self._scratch.temporary
-
-        return gettempdir
-
     def _kept(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a function that would remove its file by a name that exists only for the program."""
 
-        @functools.wraps(original)
-        def named(*args: Any, **kwargs: Any) -> Any:
-            if writer() is not None:
-                args, kwargs = args[:7], {**kwargs, "delete": False}
-            return original(*args, **kwargs)
+        @in_place_of(original, writer)
+        def named(_: Recording, *args: Any, **kwargs: Any) -> Any:
+            return original(*args[:7], **{**kwargs, "delete": False})
 
         return named
 
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            recording = None if isinstance(path, int) or path is None else writer()
-            if recording is not None:
+        @in_place_of(original, writer)
+        def read(recording: Recording, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(path, int) and path is not None:
                 name = os.fsdecode(path)
                 if recording.log.overlay.find(name) is not None:
                     path = self._checkpoints.find(recording, name) or path
@@ -342,10 +321,9 @@ class _Files:
         return read
 
     def _listing(self, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        @functools.wraps(original)
-        def listdir(path: Any = ".") -> list[Any]:
-            recording = None if isinstance(path, int | bytes) else writer()
-            if recording is None:
+        @in_place_of(original, writer)
+        def listdir(recording: Recording, path: Any = ".") -> list[Any]:
+            if isinstance(path, int | bytes):
                 return original(path)
             folder = os.fspath(path or ".")
             names = original(self._checkpoints.find(recording, folder) or folder)
@@ -353,6 +331,10 @@ class _Files:
             return [*names, *(name for name in written if name not in names)]
 
         return listdir
+
+
+def _writes(mode: str) -> bool:
+    return any(letter in mode for letter in "wax+")
 
 
 def _has_opener(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
