@@ -44,13 +44,11 @@ class Memory:
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number of a tensor's storage, which counts from now on."""
         storage = tensor.untyped_storage()
-        address = storage_address(storage)
-        known = self._known.get(address)
+        known = self._known.get(storage_address(storage))
         if known is not None:
             return known[0]
         number = self._log.new_storage()
-        # The object lives as long as the storage, since torch keeps it for the next caller.
-        self._known[address] = number, weakref.ref(storage, partial(self._died, address, number))
+        self.adopt(tensor, number)
         self._allocate(number, 0 if tensor.device.type == "meta" else storage.nbytes())
         return number
 
@@ -58,6 +56,16 @@ class Memory:
         """Returns the number of a tensor's storage. None if it does not count yet."""
         found = self._known.get(storage_address(tensor.untyped_storage()))
         return None if found is None else found[0]
+
+    def append(self, entry: Entry) -> None:
+        """Writes an entry into the log, and counts its memory."""
+        if type(entry) is Allocate:
+            self.live[entry.storage] = entry
+            self.num_bytes += entry.num_bytes
+            self.peak = max(self.peak, self.num_bytes)
+        elif type(entry) is Free and (before := self.live.pop(entry.storage, None)) is not None:
+            self.num_bytes -= before.num_bytes
+        self._log.entries.append(entry)
 
     # Storages of the host, see `placement`
 
@@ -73,20 +81,11 @@ class Memory:
 
     # Storages of repeated calls, whose entries are copies
 
-    def append(self, entry: Entry) -> None:
-        """Writes a copied entry into the log."""
-        if type(entry) is Allocate:
-            self.live[entry.storage] = entry
-            self.num_bytes += entry.num_bytes
-            self.peak = max(self.peak, self.num_bytes)
-        elif type(entry) is Free and (before := self.live.pop(entry.storage, None)) is not None:
-            self.num_bytes -= before.num_bytes
-        self._log.entries.append(entry)
-
     def adopt(self, tensor: torch.Tensor, number: int) -> None:
         """Gives the storage of a new tensor a number whose memory counts already."""
         storage = tensor.untyped_storage()
         address = storage_address(storage)
+        # The object lives as long as the storage, since torch keeps it for the next caller.
         self._known[address] = number, weakref.ref(storage, partial(self._died, address, number))
 
     def disown(self, tensor: torch.Tensor) -> None:
@@ -117,16 +116,11 @@ class Memory:
     def _allocate(self, number: int, num_bytes: int) -> None:
         if num_bytes:
             log = self._log
-            entry = Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module(), log.stream)
-            self.live[number] = entry
-            log.entries.append(entry)
-            self.num_bytes += entry.num_bytes
-            self.peak = max(self.peak, self.num_bytes)
+            self.append(Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module(), log.stream))
 
     def _free(self, number: int) -> None:
-        if (entry := self.live.pop(number, None)) is not None:
-            self._log.entries.append(Free(number))
-            self.num_bytes -= entry.num_bytes
+        if number in self.live:
+            self.append(Free(number))
 
     def _died(self, address: int, number: int, _: object) -> None:
         known = self._known.get(address)

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from operator import eq
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -166,6 +166,7 @@ class Repeats:
         self._leaf = torch.empty((), requires_grad=True)
         """Argument of each repeated call: with it, results have gradients even if no other argument has."""
         self._excluded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules all of whose calls run."""
         self._num_calls = 0
         self._alone: _Call | None = None
         """Repeated call whose backward pass has to come before any other call."""
@@ -209,7 +210,7 @@ class Repeats:
             if call is None:
                 return original(module, *args, **kwargs)
             if self._alone is not None:
-                self._differs()
+                raise NotRepeated
             self._counts[id(module)] += 1
             known = self._known.get(call.key)
             if known is not None and known.backwards and self._may_repeat(module):
@@ -236,12 +237,7 @@ class Repeats:
             storages = tuple(
                 self._memory.known(each) if isinstance(each, FakeTensor) else None for each in state.tensors
             )
-        facts = (
-            state.facts,
-            log.stream,
-            log.device,
-            len(log.pending),
-        )
+        facts = state.facts, log.stream, log.device, len(log.pending)
         counts = log.num_exchanged, len(log.groups), log.new_stream.next
         return _Moment(len(log.entries), log.counters, facts, state.gradients, storages, counts)
 
@@ -292,7 +288,7 @@ class Repeats:
         else:
             if not self._are_equal(known.call, call):
                 if known.is_repeated:
-                    self._differs()
+                    raise NotRepeated
                 known.backwards.clear()
             known.call = call
         for number, leaf in differentiable:
@@ -348,7 +344,7 @@ class Repeats:
         with without_functions():
             number = self._memory.known(gradient) if type(gradient) is FakeTensor else None
         if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call or number is None:
-            self._exclude(module)
+            self._excluded.add(module)
             if self._passes:
                 self._passes[0].is_whole = False
             return
@@ -368,17 +364,13 @@ class Repeats:
             facts = None
         backward.key = output, form, self._log.place(), facts, ran.is_steady and backward.begin.gradients
 
-    def _exclude(self, module: nn.Module) -> None:
-        """Lets all calls of a module run from now on."""
-        self._excluded.add(module)
-
     def _backward_ends(self, backward: _Pass) -> None:
         call, begin, log = backward.call, backward.begin, self._log
         if call is None or begin is None or backward.module is None or not backward.is_whole:
             return
         if backward.end is not None:
             if backward.end != (len(log.entries), log.counters):
-                self._differs()
+                raise NotRepeated
             return
         known = self._known.get(call.key)
         if known is None:
@@ -393,12 +385,12 @@ class Repeats:
         is_steady = is_steady and end.counts == begin.counts
         if gradients is None or not is_steady or not self._is_clean(call, segment, gradients):
             if known.is_repeated and backward.key in known.backwards:
-                self._differs()
+                raise NotRepeated
             return
         made = _Backward(call, segment, begin.storages, backward.gradient, gradients)
         former = known.backwards.get(backward.key)
         if known.is_repeated and former is not None and not self._are_equal_backwards(former, made):
-            self._differs()
+            raise NotRepeated
         known.backwards[backward.key] = made
 
     def _gradients(self, call: _Call, segment: Segment) -> tuple[_Output | None, ...] | None:
@@ -432,9 +424,6 @@ class Repeats:
         storages = _storages(former.call, made.call, states)
         storages[former.gradient] = made.gradient
         return _is_equal(former.segment, moved(former.segment, places, storages), made.segment)
-
-    def _differs(self) -> NoReturn:
-        raise NotRepeated
 
     # Calls that do not run
 
@@ -491,17 +480,17 @@ class Repeats:
         self._alone = None
         given = [(number, each) for number, each in enumerate(gradients) if each is not None]
         if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call or len(given) != 1:
-            self._differs()
+            raise NotRepeated
         backward, (output, gradient) = self._passes[0], given[0]
         with without_functions():
             number = self._memory.known(gradient)
         if number is None:
-            self._differs()
+            raise NotRepeated
         self._begin(backward, module, call, output, gradient, number)
         assert backward.begin is not None
         former = self._known[call.key].backwards.get(backward.key)
         if former is None:
-            self._differs()
+            raise NotRepeated
         begin, counters = backward.begin, backward.begin.counters
         states = (former.storages, begin.storages) if former.call.is_steady else None
         storages = _storages(former.call, call, states)

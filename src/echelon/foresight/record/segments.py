@@ -10,15 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from echelon.foresight.trace import (
-    Allocate,
-    Collective,
-    Entry,
-    Free,
-    Kernel,
-    Message,
-    Wait,
-)
+from echelon.foresight.trace import Allocate, Collective, Entry, Free, Kernel, Message, Wait
 
 
 class Counters(NamedTuple):

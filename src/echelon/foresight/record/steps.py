@@ -70,7 +70,6 @@ class Steps:
         """Whether optimizers end a step. Otherwise `finish` alone does."""
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._has_dropped = False
         self._live_at_begin: list[Allocate] = []
         self._end: tuple[int, int, list[Allocate]] = (0, 0, [])
         """Numbers of entries and calls, and the live storages, when an optimizer had stepped last."""
@@ -81,41 +80,35 @@ class Steps:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Notes the call of an optimizer's `step`."""
-        with self._log.call("begin of an optimizer"):
-            self._begin(optimizer)
-
-    def _begin(self, optimizer: Optimizer) -> None:
         log = self._log
-        if not log.optimizer_depth:
-            if optimizer in self._stepped and self._by_optimizers:
-                # Another optimizer has not stepped, and perhaps never will. The step ended with the last one that did.
-                self._made = weakref.WeakSet(self._stepped)
-                self._finish(*self._end)
-            if self._timing is not None:
-                self._timing.meet()
-            else:
-                gc.collect()  # at fixed points only, so that memory is freed at the same entry in every run
-            for group in optimizer.param_groups:
-                self._memory.mark(group["params"], "parameters")
-                self._memory.mark((each.grad for each in group["params"]), "gradients")
-        log.optimizer_depth += 1
+        with log.call("begin of an optimizer"):
+            if not log.optimizer_depth:
+                if optimizer in self._stepped and self._by_optimizers:
+                    # Another one has not stepped, and perhaps never will. The step ended with the last one that did.
+                    self._made = weakref.WeakSet(self._stepped)
+                    self._finish(*self._end)
+                if self._timing is not None:
+                    self._timing.meet()
+                else:
+                    gc.collect()  # at fixed points only, so that memory is freed at the same entry in every run
+                for group in optimizer.param_groups:
+                    self._memory.mark(group["params"], "parameters")
+                    self._memory.mark((each.grad for each in group["params"]), "gradients")
+            log.optimizer_depth += 1
 
     def end(self, optimizer: Optimizer) -> None:
         """Notes that an optimizer has stepped. Raises StepsDone after the last step."""
-        with self._log.call("end of an optimizer"):
-            self._finished(optimizer)
-
-    def _finished(self, optimizer: Optimizer) -> None:
         log = self._log
-        log.optimizer_depth -= 1
-        if log.optimizer_depth:
-            return
-        for state in optimizer.state.values():
-            self._memory.mark(state.values(), "optimizer")
-        self._stepped.add(optimizer)
-        self._end = len(log.entries), len(log.calls), list(self._memory.live.values())
-        if self._by_optimizers and all(each in self._stepped or not _has_parameters(each) for each in self._made):
-            self._finish_here()
+        with log.call("end of an optimizer"):
+            log.optimizer_depth -= 1
+            if log.optimizer_depth:
+                return
+            for state in optimizer.state.values():
+                self._memory.mark(state.values(), "optimizer")
+            self._stepped.add(optimizer)
+            self._end = self._here()
+            if self._by_optimizers and all(each in self._stepped or not _has_parameters(each) for each in self._made):
+                self._finish_here()
 
     def finish(self) -> None:
         """Ends a step here. Raises StepsDone after the last step."""
@@ -125,7 +118,10 @@ class Steps:
     def _finish_here(self) -> None:
         if self._timing is None:
             gc.collect()
-        self._finish(len(self._log.entries), len(self._log.calls), list(self._memory.live.values()))
+        self._finish(*self._here())
+
+    def _here(self) -> tuple[int, int, list[Allocate]]:
+        return len(self._log.entries), len(self._log.calls), list(self._memory.live.values())
 
     def _finish(self, position: int, num_calls: int, live: list[Allocate]) -> None:
         """Ends a step after `position` entries and `num_calls` calls."""
