@@ -12,7 +12,7 @@ from echelon.backends.collective import Collective as Call
 from echelon.backends.collective import received_buffer, result_buffer
 from echelon.collectives.calls.chunks import even_sizes
 from echelon.foresight.record.here import Recording
-from echelon.foresight.trace import Collective, Group
+from echelon.foresight.trace import Group
 from echelon.simulation.values import splits_of
 
 _NAMES = {"broadcast_rows": "broadcast"}
@@ -33,28 +33,19 @@ def recorded_collective(
     """
     call = calls[rank]
     result = _result(calls, rank, tensor, out)
-    log, number = recording.log, recording.memory.number
     inputs = [] if tensor is None else [tensor]
     outputs = [] if result is None else [result]
-    phase, place, module = log.where(inputs)
     dtype = next(each.dtype for each in (*inputs, *outputs))
-    entry = Collective(
-        stream=log.stream,
-        number=log.new_number(),
-        kind=_NAMES.get(call.kind, call.kind),
-        group=log.group(group),
+    recording.collective(
+        _NAMES.get(call.kind, call.kind),
+        group,
+        inputs,
+        outputs,
         num_bytes=result.nbytes if call.kind == "all_gather" and result is not None else _num_bytes(calls, call, dtype),
-        dtype=str(dtype).removeprefix("torch."),
         op=call.op,
         root=group.ranks[call.root] if call.root >= 0 else -1,
         blocking=True,
-        reads=tuple((number(each), each.nbytes) for each in inputs),
-        writes=tuple((number(each), each.nbytes) for each in outputs),
-        phase=phase,
-        place=place,
-        module=module,
     )
-    log.entries.append(entry)
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -16,10 +16,10 @@ from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors
 from echelon.foresight.record.callers import called_by_program
 from echelon.foresight.record.calls import Call, answer
 from echelon.foresight.record.exchange import RecordingBackend
-from echelon.foresight.record.here import Recording, recording_here
+from echelon.foresight.record.here import Recording, recording_here, tensors_in
 from echelon.foresight.record.mail import Route
 from echelon.foresight.record.works import RecordedWork
-from echelon.foresight.trace import Collective, Group, Message, Wait
+from echelon.foresight.trace import Collective, Group, Wait
 from echelon.group.group import ProcessGroup
 from echelon.interop.process_group import EchelonProcessGroup
 from echelon.interop.works import Done, Options, Runner, seconds
@@ -108,11 +108,7 @@ class RecordedGroup(EchelonProcessGroup):
         self, recording: Recording, form: _Form, args: Sequence[Any], options: Mapping[str, Any]
     ) -> RecordedWork:
         """Records a collective of fake tensors and returns its Work."""
-        *values, opts = (*args, *options.values())
-        if isinstance(opts, Tensor | list | tuple):  # called without options
-            values, opts = [*values, opts], None
-        outputs = list(_tensors(values[:1]))
-        inputs = outputs if form.is_in_place else list(_tensors(values[1:2]))
+        outputs, inputs, opts = _arguments(form, args, options)
         self._check_place(recording, (*inputs, *outputs))
         num_bytes = max(_num_bytes(outputs), _num_bytes(inputs))
         if form.kind in ("gather", "scatter"):
@@ -121,29 +117,20 @@ class RecordedGroup(EchelonProcessGroup):
         root = getattr(opts, "rootRank", -1) if form.kind in ("broadcast", "reduce", "gather", "scatter") else -1
         op: Any = getattr(opts, "reduceOp", None)
         is_async = getattr(opts, "asyncOp", True)
-        log, number = recording.log, recording.memory.number
-        phase, place, module = log.where(inputs)
-        entry = Collective(
-            stream=log.stream,
-            number=log.new_number(),
-            kind=form.kind,
-            group=log.group(self.described),
+        entry = recording.collective(
+            form.kind,
+            self.described,
+            inputs,
+            outputs,
             num_bytes=num_bytes,
-            dtype=_dtype(inputs or outputs),
             op=reduction_of(op) if op is not None and form.kind in ("all_reduce", "reduce", "reduce_scatter") else "",
             root=self.ranks[root] if root >= 0 else -1,
             blocking=not is_async,
-            reads=tuple((number(each), each.numel() * each.element_size()) for each in inputs),
-            writes=tuple((number(each), each.numel() * each.element_size()) for each in outputs),
-            phase=phase,
-            place=place,
-            module=module,
         )
-        log.entries.append(entry)
         if form.kind == "all_reduce":
             self._reduce_known(recording, outputs, entry.op)
         recording.routing.communicated(_with_op(entry), inputs, outputs, self.rank(), len(self.ranks))
-        return self._keep(RecordedWork(log, entry.number, outputs, entry.blocking))
+        return self._keep(RecordedWork(recording.log, entry.number, outputs, entry.blocking))
 
     def run_collective(
         self,
@@ -155,14 +142,11 @@ class RecordedGroup(EchelonProcessGroup):
         options: Mapping[str, Any],
     ) -> RecordedWork:
         """Runs a collective of real values, or answers it as it was answered before. Returns its Work."""
-        *values, opts = (*args, *options.values())
-        if isinstance(opts, Tensor | list | tuple):
-            values, opts = [*values, opts], None
-        outputs = list(_tensors(values[:1]))
+        outputs, inputs, opts = _arguments(form, args, options)
         recording.log.num_exchanged += 1
         with real_tensors():
             if call.is_answered:
-                answer(call, outputs, outputs if form.is_in_place else list(_tensors(values[1:2])), call.values)
+                answer(call, outputs, inputs, call.values)
             else:
                 run()
                 call.values = [each.detach().clone() for each in outputs]
@@ -238,30 +222,30 @@ class RecordedGroup(EchelonProcessGroup):
         self._check_place(recording, (tensor,))
         if not is_send:
             recording.routing.drop([tensor])
-        phase, place, module = log.where([tensor])
-        entry = Message(
-            stream=log.stream,
-            number=log.new_number(),
-            is_send=is_send,
-            peer=self.ranks[peer] if peer >= 0 else -1,
-            group=log.group(self.described),
-            tag=tag,
-            num_bytes=tensor.numel() * tensor.element_size(),
-            dtype=_dtype([tensor]),
-            blocking=False,
-            batch=log.next_of_batch(),
-            phase=phase,
-            place=place,
-            module=module,
-        )
-        log.entries.append(entry)
+        peer_in_world, batch = self.ranks[peer] if peer >= 0 else -1, log.next_of_batch()
+        number = recording.message(is_send, peer_in_world, self.described, tag, tensor, batch=batch)
         settle = self._flag(is_send, tensor, peer, tag)
         log.num_exchanged += settle is not None
-        return self._keep(RecordedWork(log, entry.number, [tensor], False, settle))
+        return self._keep(RecordedWork(log, number, [tensor], False, settle))
 
     def _keep(self, work: RecordedWork) -> RecordedWork:
         self._kept.append(work)
         return work
+
+
+class _Arguments(NamedTuple):
+    outputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    options: Any
+
+
+def _arguments(form: _Form, args: Sequence[Any], options: Mapping[str, Any]) -> _Arguments:
+    """Returns the arguments of a collective of torch's process group. Its options come last, or are left out."""
+    *values, opts = (*args, *options.values())
+    if isinstance(opts, Tensor | list | tuple):
+        values, opts = [*values, opts], None
+    outputs = list(tensors_in(values[:1]))
+    return _Arguments(outputs, outputs if form.is_in_place else list(tensors_in(values[1:2])), opts)
 
 
 def _recording_backend(group: ProcessGroup) -> RecordingBackend:
@@ -277,7 +261,7 @@ def _collective(name: str, form: _Form) -> Callable[..., Any]:
                 return run()
         recording.log.num_of_all += len(self.ranks) == _recording_backend(self.group).world_size
         with recording.log.call(form.kind) as made:
-            if any(isinstance(each, FakeTensor) for each in _tensors(args)):
+            if any(isinstance(each, FakeTensor) for each in tensors_in(args)):
                 return self.record_collective(recording, form, args, options)
             if form.kind == "barrier":
                 # It has no tensors, real or fake. Its ranks wait while they are recorded, and in the step.
@@ -348,40 +332,24 @@ def functional_collective(
     base = name.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
     with log.call(_KINDS.get(base, base)):
         out = results.run(func, args, kwargs)
-        outputs = list(_tensors((out,)))
+        outputs = list(tensors_in((out,)))
         words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
         group = resolve_process_group(words[-1])
         assert isinstance(group, RecordedGroup), "every group of a recorded rank is one"
         log.num_of_all += len(group.ranks) == _recording_backend(group.group).world_size
-        phase, place, module = log.where(inputs)
-        entry = Collective(
-            stream=log.stream,
-            number=log.new_number(),
-            kind=_KINDS.get(base, base),
-            group=log.group(group.described),
+        entry = recording.collective(
+            _KINDS.get(base, base),
+            group.described,
+            inputs,
+            outputs,
             num_bytes=max(_num_bytes(inputs), _num_bytes(outputs)),
-            dtype=_dtype(inputs),
             op=_FUNCTIONAL_OPS.get(str(words[0]), str(words[0])) if len(words) > 1 else "",
             root=group.ranks[args[1]] if base == "broadcast" else -1,
             blocking=base == "shard_dim_alltoall",
-            reads=tuple((memory.number(each), _num_bytes([each])) for each in inputs),
-            writes=tuple((memory.number(each), _num_bytes([each])) for each in outputs),
-            phase=phase,
-            place=place,
-            module=module,
         )
-        log.entries.append(entry)
         recording.routing.communicated(_with_op(entry), inputs, outputs, group.rank(), len(group.ranks))
         log.pending.update((memory.number(each), entry.number) for each in outputs)
         return out
-
-
-def _tensors(values: object) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
 
 
 def _with_op(entry: Collective) -> str:
@@ -389,8 +357,4 @@ def _with_op(entry: Collective) -> str:
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
-
-
-def _dtype(tensors: Sequence[Tensor]) -> str:
-    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return sum(each.nbytes for each in tensors)

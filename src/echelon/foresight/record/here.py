@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.routing import Routing
+from echelon.foresight.trace import Collective, Group, Message
 
 if TYPE_CHECKING:
     from echelon.foresight.record.placement import Placement
@@ -28,6 +32,79 @@ class Recording(NamedTuple):
     """Known devices of the tensors. None: the host has no GPUs."""
     repeats: Repeats | None = None
     """Microbatches that may be repeated. None: all of them run."""
+
+    def collective(
+        self,
+        kind: str,
+        group: Group,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        num_bytes: int,
+        op: str = "",
+        root: int = -1,
+        blocking: bool,
+    ) -> Collective:
+        """Writes a collective of fake tensors into the log; see `Collective`. Returns the entry."""
+        log, number = self.log, self.memory.number
+        phase, place, module = log.where(inputs)
+        entry = Collective(
+            stream=log.stream,
+            number=log.new_number(),
+            kind=kind,
+            group=log.group(group),
+            num_bytes=num_bytes,
+            dtype=name_of((inputs or outputs)[0].dtype) if inputs or outputs else "",
+            op=op,
+            root=root,
+            blocking=blocking,
+            reads=tuple((number(each), each.nbytes) for each in inputs),
+            writes=tuple((number(each), each.nbytes) for each in outputs),
+            phase=phase,
+            place=place,
+            module=module,
+        )
+        log.entries.append(entry)
+        return entry
+
+    def message(
+        self, is_send: bool, peer: int, group: Group, tag: int, tensor: Tensor, *, batch: int, is_ordered: bool = True
+    ) -> int:
+        """Writes a message with a fake tensor into the log; see `Message`. Returns its number."""
+        log = self.log
+        phase, place, module = log.where([tensor])
+        entry = Message(
+            stream=log.stream,
+            number=log.new_number(),
+            is_send=is_send,
+            peer=peer,
+            group=log.group(group),
+            tag=tag,
+            num_bytes=tensor.nbytes,
+            dtype=name_of(tensor.dtype),
+            blocking=False,
+            batch=batch,
+            phase=phase,
+            place=place,
+            module=module,
+            is_ordered=is_ordered,
+        )
+        log.entries.append(entry)
+        return entry.number
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype in a trace, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yields the tensors of arguments and of lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 _thread = threading.local()

@@ -25,7 +25,7 @@ from echelon.backends.operators import Combine
 from echelon.backends.work import Received, Work
 from echelon.errors import CollectiveMismatch, SizeMismatch, Timeout
 from echelon.foresight.record.calls import Call, invent
-from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.here import name_of, recording_here
 from echelon.foresight.trace import Group, Message, Wait
 from echelon.simulation.backend import Boundary, Passage, VirtualWork
 from echelon.simulation.values import snapshot
@@ -189,7 +189,7 @@ class RecordingMessages(Messages):
             return work
         values = None
         if isinstance(tensor, FakeTensor):
-            work.when_taken(self._waiting(self._record(True, dst, tag, tensor.shape, tensor.dtype, tensor)))
+            work.when_taken(self._waiting(self._record(True, dst, tag, tensor)))
         else:
             with real_tensors():
                 values = snapshot(tensor)
@@ -212,7 +212,7 @@ class RecordingMessages(Messages):
         tag, number = Tag.of(tag), -1
         with _call("receive") as made:
             if isinstance(out, FakeTensor):
-                number = self._record(False, src, tag, out.shape, out.dtype, out)
+                number = self._record(False, src, tag, out)
 
             def make(message: _Sent) -> tuple[object, _Sent]:
                 return self._take(message, tag, number, out, note, must_fit)
@@ -284,39 +284,22 @@ class RecordingMessages(Messages):
             invent(result)
             return result
         if number < 0:
-            number = self._record(False, message.src, tag, message.shape, message.dtype, result)
+            number = self._record(False, message.src, tag, result)
         elif not fits:
             self._correct(number, result)
         self._waiting(number)()
         return result
 
-    def _record(self, is_send: bool, peer: int, tag: Tag, shape: torch.Size, dtype: torch.dtype, tensor: Tensor) -> int:
+    def _record(self, is_send: bool, peer: int, tag: Tag, tensor: Tensor) -> int:
         """Writes a message into the log. Returns its number."""
         recording = recording_here()
         assert recording is not None, "only recorded ranks have fake tensors"
-        log, group = recording.log, self._group_of(tag.context)
+        group = self._group_of(tag.context)
         recording.memory.number(tensor)
-        phase, place, module = log.where([tensor])
         # Equal in the groups of other ranks, unlike a context, which differs between pipelines that do the same.
         address = group.number << _SEQUENCE_BITS | tag.sequence & ((1 << _SEQUENCE_BITS) - 1)
-        entry = Message(
-            stream=log.stream,
-            number=log.new_number(),
-            is_send=is_send,
-            peer=peer,
-            group=log.group(group),
-            tag=tag.step | address << _STEP_BITS,
-            num_bytes=shape.numel() * dtype.itemsize,
-            dtype=str(dtype).removeprefix("torch."),
-            blocking=False,
-            batch=-1,
-            phase=phase,
-            place=place,
-            module=module,
-            is_ordered=False,
-        )
-        log.entries.append(entry)
-        return entry.number
+        number = tag.step | address << _STEP_BITS
+        return recording.message(is_send, peer, group, number, tensor, batch=-1, is_ordered=False)
 
     def _correct(self, number: int, tensor: Tensor) -> None:
         """Corrects the size of a message that did not fit its buffer."""
@@ -326,8 +309,7 @@ class RecordingMessages(Messages):
         for index in range(len(entries) - 1, -1, -1):
             entry = entries[index]
             if isinstance(entry, Message) and entry.number == number:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                entries[index] = entry._replace(num_bytes=tensor.nbytes, dtype=dtype)
+                entries[index] = entry._replace(num_bytes=tensor.nbytes, dtype=name_of(tensor.dtype))
                 return
 
     def _waiting(self, number: int) -> Callable[[], None]:

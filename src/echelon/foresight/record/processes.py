@@ -30,6 +30,7 @@ from torch import Tensor
 
 from echelon._torch_private.tensors import real_tensors
 from echelon.backends.memory import as_bytes
+from echelon.foresight.record.here import name_of
 from echelon.foresight.record.mail import Line, Mail, Route
 from echelon.foresight.record.saved import Checkpoint
 from echelon.foresight.trace import Allocate, Entry, Group, Trace
@@ -256,7 +257,7 @@ def _packed_tensor(value: Tensor | None) -> tuple[str, tuple[int, ...], bytes] |
         return None
     with real_tensors():
         content = as_bytes(value.detach().contiguous()).numpy().tobytes()
-    return str(value.dtype).removeprefix("torch."), tuple(value.shape), content
+    return name_of(value.dtype), tuple(value.shape), content
 
 
 def _unpacked_tensor(values: tuple[str, tuple[int, ...], bytes] | None) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,7 +24,7 @@ from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import BETWEEN, calling_file
 from echelon.foresight.record.communication import functional_collective
-from echelon.foresight.record.here import Recording
+from echelon.foresight.record.here import Recording, name_of, tensors_in
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
 from echelon.foresight.record.placement import GPU, Where
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
@@ -90,8 +90,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 return NotImplemented  # such as DTensor: the operations on its inner tensors come here
         kwargs = kwargs or {}
         facts = operator(func)
-        inputs = list(_tensors(args))
-        inputs += _tensors(kwargs.values()) if kwargs else ()
+        inputs = list(tensors_in(args))
+        inputs += tensors_in(kwargs.values()) if kwargs else ()
         if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(facts, inputs, kwargs):
             with real_tensors():
                 return func(*args, **kwargs)
@@ -181,7 +181,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         with without_functions():
             self._enter(facts, inputs, before, args, kwargs, out, where)
             if placement is not None:
-                placement.resulted(_tensors((out,)), before, where)
+                placement.resulted(tensors_in((out,)), before, where)
                 if where == GPU and facts.writes and not placement.takes_both(facts.name):
                     placement.written(_written(facts, args, kwargs))
         if self.routing.concerns(func, inputs, bool(facts.writes)):
@@ -203,7 +203,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         `before` has the storages of its inputs, and `where` the device of its results.
         """
         log, number = self.log, self.memory.number
-        outputs = [out] if isinstance(out, Tensor) else list(_tensors((out,)))
+        outputs = [out] if isinstance(out, Tensor) else list(tensors_in((out,)))
         if facts.into_a_part:
             outputs, inputs = outputs[:1], inputs[:-1]
         after = [number(each) for each in outputs]
@@ -225,7 +225,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             reads: tuple[tuple[int, int], ...] = ((UNKNOWN_STORAGE, sum(writes.values())),)
         else:
             results = (*(args[:1] if facts.overwrites else ()), kwargs.get("out"))
-            overwritten = {number(each) for each in _tensors(results)}
+            overwritten = {number(each) for each in tensors_in(results)}
             known = [each for each in zip(before, inputs, strict=False) if each[0] not in overwritten]
             reads = tuple(_by_storage(known).items())
         flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())
@@ -239,7 +239,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 name=facts.name,
                 kind=facts.kind,
                 flops=flops,
-                dtype=str(dtype).removeprefix("torch."),
+                dtype=name_of(dtype),
                 shape=shape,
                 reads=reads,
                 writes=tuple(writes.items()),
@@ -281,15 +281,6 @@ def _of_own(frame: FrameType | None) -> str | None:
             return None
         frame = frame.f_back
     return None
-
-
-def _tensors(values: Sequence[Any] | Any) -> Iterator[Tensor]:
-    """Yields the tensors of arguments and of lists among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _written(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
