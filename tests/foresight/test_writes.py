@@ -396,6 +396,23 @@ def test_files_of_safetensors_are_read_back_as_shapes(tmp_path):
     assert len(record(program, 1)[0].skipped) == 2
 
 
+def test_arguments_may_be_named(tmp_path):
+    """A program failed with TypeError, as the replacement of a function called its arguments otherwise."""
+
+    def program():
+        state = {"a": torch.ones(2, device="cuda")}
+        os.makedirs(name=tmp_path / "folder", exist_ok=True)
+        torch.save(obj=state, f=tmp_path / "a.pt")
+        save_file(tensors=state, filename=tmp_path / "a.safetensors")
+        save_distributed(state_dict=state, checkpoint_id=tmp_path / "distributed")
+        os.renames(old=tmp_path / "a.safetensors", new=tmp_path / "b.safetensors")
+        assert load_file(filename=tmp_path / "b.safetensors")["a"].shape == (2,)
+        assert os.listdir(path=tmp_path / "folder") == []
+
+    assert len(record(program, 1)[0].skipped) == 5
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("save", "load", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ def recorded(recording: Recording) -> Iterator[None]:
 
 
 def in_place_of(
-    original: Callable[..., Any], here: Callable[[], Recording | None] = recording_here
+    original: Callable[..., Any], here: Callable[[], Recording | None] = recording_here, num_positional: int = 0
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a function that recorded ranks call in place of another one.
 
@@ -136,13 +137,19 @@ def in_place_of(
     Args:
         original: function that is replaced.
         here: returns the recording of the calling thread.
+        num_positional: number of first arguments that the function gets by position, even if the caller names them.
     """
+    # Functions in C name their arguments as their replacements do, and some have no signature.
+    names = tuple(inspect.signature(original).parameters)[:num_positional] if inspect.isfunction(original) else ()
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            recording = here()
-            return original(*args, **kwargs) if recording is None else function(recording, *args, **kwargs)
+            if (recording := here()) is None:
+                return original(*args, **kwargs)
+            # One function replaces several, each with names of its own: `path` of os.mkdir is `name` of os.makedirs.
+            named = [kwargs.pop(name) for name in names[len(args) :] if name in kwargs]
+            return function(recording, *args, *named, **kwargs)
 
         return call
 

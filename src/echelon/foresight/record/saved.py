@@ -132,21 +132,21 @@ class CheckpointCalls:
         """Wraps `torch.save`, or a function like it: the file has shapes, and takes no space."""
         torch_save = torch.save
 
-        @in_place_of(original, writer)
-        def save(recording: Recording, obj: object, *args: Any, **kwargs: Any) -> None:
+        @in_place_of(original, writer, 2)
+        def save(recording: Recording, obj: object, file: Any = None, *_: Any, **kwargs: Any) -> None:
             recording.log.skip(name)
-            path = self._path_of(recording, kwargs.get("f", kwargs.get("filename", args[0] if args else None)))
+            path = self._path_of(recording, file)
             if path is None:
                 return
             pickler = {"pickle_module": kwargs["pickle_module"]} if "pickle_module" in kwargs else {}
             with unrecorded():
-                file = self._scratch.path_for(path)
+                kept = self._scratch.path_for(path)
                 try:
                     with torch.serialization.skip_data(materialize_fake_tensors=True):
-                        torch_save(state_of(obj), file, **pickler)
+                        torch_save(state_of(obj), kept, **pickler)
                 except Exception:  # any class of the program may be one that cannot be saved so
-                    file = ""
-                self._keep(recording, path, file, name)
+                    kept = ""
+                self._keep(recording, path, kept, name)
 
         return save
 
@@ -180,7 +180,7 @@ class CheckpointCalls:
     def _saving_apart(self, original: Callable[..., Any], name: str, result: Callable[[], Any]) -> Callable[..., Any]:
         """Wraps a function that saves a checkpoint in a form of its own, which is skipped."""
 
-        @in_place_of(original, writer)
+        @in_place_of(original, writer, 1)
         def save(recording: Recording, _: object, *args: Any, **kwargs: Any) -> Any:
             recording.log.skip(name)
             if (path := _path_among(args, kwargs)) is not None:
@@ -193,7 +193,7 @@ class CheckpointCalls:
         """Wraps `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
         torch_load = torch.load
 
-        @in_place_of(original, writer)
+        @in_place_of(original, writer, 1)
         def load(recording: Recording, f: Any, *args: Any, **kwargs: Any) -> Any:
             is_path = isinstance(f, str | os.PathLike)
             found = self._checkpoint(recording, os.fsdecode(f), name) if is_path else None

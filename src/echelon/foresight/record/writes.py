@@ -247,7 +247,7 @@ class _Files:
         return new
 
     def _making(self, original: Callable[..., None], name: str) -> Callable[..., None]:
-        @in_place_of(original, writer)
+        @in_place_of(original, writer, 1)
         def make(recording: Recording, path: Any, *args: Any, **kwargs: Any) -> None:
             text = os.fsdecode(path)
             if kwargs.get("dir_fd") is None and (found := self._checkpoints.find(recording, text)) is not None:
@@ -264,7 +264,7 @@ class _Files:
         return make
 
     def _changing(self, original: Callable[..., Any], name: str, *, drops: bool) -> Callable[..., Any]:
-        @in_place_of(original, writer)
+        @in_place_of(original, writer, 1)
         def change(recording: Recording, path: Any, *args: Any, **kwargs: Any) -> Any:
             is_path = not isinstance(path, int) and kwargs.get("dir_fd") is None
             found = self._checkpoints.find(recording, os.fsdecode(path)) if is_path else None
@@ -282,7 +282,7 @@ class _Files:
         return change
 
     def _renaming(self, original: Callable[..., None], name: str) -> Callable[..., None]:
-        @in_place_of(original, writer)
+        @in_place_of(original, writer, 2)
         def rename(recording: Recording, src: Any, dst: Any, **kwargs: Any) -> None:
             is_path = kwargs.get("src_dir_fd") is None and kwargs.get("dst_dir_fd") is None
             old, new = os.fsdecode(src), os.fsdecode(dst)
