@@ -55,19 +55,17 @@ class Memory:
     reserved: tuple[tuple[int, int], ...]
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """Part of a segment."""
 
-    __slots__ = ("after", "before", "is_free", "number", "pool", "size")
-
-    def __init__(self, size: int, pool: tuple[int, bool]) -> None:
-        self.size = size
-        self.pool = pool
-        self.number = 0
-        """Number while the block is in a list of free blocks: those of equal size are taken by age."""
-        self.is_free = True
-        self.before: _Block | None = None
-        self.after: _Block | None = None
+    size: int
+    pool: tuple[int, bool]
+    number: int = 0
+    """Number while the block is in a list of free blocks: those of equal size are taken by age."""
+    is_free: bool = True
+    before: _Block | None = None
+    after: _Block | None = None
 
 
 class _Slot(NamedTuple):

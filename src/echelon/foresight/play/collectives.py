@@ -214,25 +214,21 @@ def _nccl(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
     found = []
     for name, protocol in PROTOCOLS.items():
         remote = (protocol.tree_remote if per_host == 1 else protocol.ring_remote) + cluster.latency
-        bandwidth = ring * protocol.ring_share
-        if name == "LL":
-            bandwidth = min(bandwidth, limit)
         latency = (steps - between) * protocol.ring_local + between * remote
         if both_ways and name == "Simple" and hosts > 1:
             latency *= RING_PLATEAU
         moved = num_bytes if kind in ("broadcast", "reduce", "broadcast_rows") else num_bytes * steps / ranks
-        found.append(_Way(protocol.ring_base + latency + moved / bandwidth, "ring", name, moved / protocol.ring_share))
+        ways = [("ring", protocol.ring_base + latency, moved, protocol.ring_share)]
         if both_ways:
             share = 7 / 9 if name == "LL128" and hosts == 1 else protocol.tree_share
-            bandwidth = ring * share
-            if name == "LL":
-                bandwidth = min(bandwidth, limit)
             levels = math.ceil(math.log2(hosts))
             latency = 2 * (
                 (ranks / hosts - 1) * protocol.tree_local + levels * (protocol.tree_remote + cluster.latency)
             )
-            moved = 2 * num_bytes
-            found.append(_Way(protocol.tree_base + latency + moved / bandwidth, "tree", name, moved / share))
+            ways.append(("tree", protocol.tree_base + latency, 2 * num_bytes, share))
+        for algorithm, waiting, moved, share in ways:
+            bandwidth = min(ring * share, limit) if name == "LL" else ring * share
+            found.append(_Way(waiting + moved / bandwidth, algorithm, name, moved / share))
     way = min(found)
     rate = way.moved / way.seconds
     local = rate / cluster.local_bandwidth if hosts == 1 or per_host > 1 else 0.0

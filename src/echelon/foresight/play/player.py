@@ -18,7 +18,7 @@ import gc
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import TypeAlias
@@ -70,29 +70,25 @@ _Key: TypeAlias = tuple[str, int]
 """Name of a point in time: ("event", operation that records it) or ("end", entry of a communication)."""
 
 
+@dataclass(slots=True, eq=False)
 class _Line:
     """A stream, or a queue of communication."""
 
-    __slots__ = ("backlog", "time")
-
-    def __init__(self) -> None:
-        self.time = 0.0
-        self.backlog: deque[_Task] | None = None
-        """Tasks that wait, the first one for an event. None if there are none."""
+    time: float = 0.0
+    backlog: deque[_Task] | None = None
+    """Tasks that wait, the first one for an event. None if there are none."""
 
 
+@dataclass(slots=True, eq=False)
 class _Work:
     """Kernels or communication under way: seconds that are left, at a rate."""
 
-    __slots__ = ("left", "rate", "since", "version")
-
-    def __init__(self, seconds: float, since: float) -> None:
-        self.left = seconds
-        """Time that it takes from `since` on at a rate of 1."""
-        self.since = since
-        self.rate = 1.0
-        self.version = 0
-        """Number of changes of the rate. An end that was queued before a change is void."""
+    left: float
+    """Time that it takes from `since` on at a rate of 1."""
+    since: float
+    rate: float = field(default=1.0, init=False)
+    version: int = field(default=0, init=False)
+    """Number of changes of the rate. An end that was queued before a change is void."""
 
     def change(self, time: float, rate: float) -> None:
         """Goes on at another rate."""
@@ -108,22 +104,19 @@ class _Work:
         return self.since + self.left / self.rate if self.rate else math.inf
 
 
+@dataclass(slots=True, eq=False)
 class _Gathering(_Work):
     """A collective or message, of one role or of several that meet."""
 
-    __slots__ = ("cost", "end_time", "is_done", "lines", "missing", "shares", "start", "taken")
-
-    def __init__(self, missing: Iterable[int]) -> None:
-        super().__init__(0.0, 0.0)
-        self.missing = set(missing)
-        self.lines: list[tuple[_Role, _Line]] = []
-        self.taken: list[_Taken] = []
-        self.shares: list[tuple[Link, float]] = []
-        self.start = 0.0
-        """Time of the latest arrival so far."""
-        self.end_time = 0.0
-        self.is_done = False
-        self.cost: Cost | None = None
+    missing: set[int]
+    lines: list[tuple[_Role, _Line]] = field(default_factory=list)
+    taken: list[_Taken] = field(default_factory=list)
+    shares: list[tuple[Link, float]] = field(default_factory=list)
+    start: float = 0.0
+    """Time of the latest arrival so far."""
+    end_time: float = 0.0
+    is_done: bool = False
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,17 +128,14 @@ class _Taken:
     """Share of the device that is left to kernels."""
 
 
+@dataclass(slots=True, eq=False)
 class _Kernels(_Work):
     """Kernels under way on the default stream."""
 
-    __slots__ = ("issued", "role", "run", "start")
-
-    def __init__(self, role: _Role, issued: float, run: Run, start: float) -> None:
-        super().__init__(run.seconds, start)
-        self.role = role
-        self.issued = issued
-        self.run = run
-        self.start = start
+    role: _Role
+    issued: float
+    run: Run
+    start: float
 
 
 class _Role:
@@ -343,7 +333,7 @@ class _Player:
         """Begins kernels. Returns whether their end is known: only on the default stream does it depend on others."""
         start = max(line.time, issued)
         if run.stream == DEFAULT_STREAM:
-            role.kernels = kernels = _Kernels(role, issued, run, start)
+            role.kernels = kernels = _Kernels(run.seconds, start, role, issued, run, start)
             kernels.rate = self._rate(role)
             self._at(kernels.end, _END, kernels)
             return False
@@ -408,11 +398,11 @@ class _Player:
         encounter = self._matches.encounter(role.rank, entry)
         followed = None
         if encounter is not None:
-            gathering = self._gatherings.get(encounter.key) or _Gathering(encounter.members)
+            gathering = self._gatherings.get(encounter.key) or _Gathering(0.0, 0.0, set(encounter.members))
             self._gatherings[encounter.key] = gathering
             gathering.missing.discard(encounter.member)
         else:
-            gathering = _Gathering(())
+            gathering = _Gathering(0.0, 0.0, set())
             followed = self._matches.followed(role.rank, entry) if isinstance(entry, Message) else None
         role.joined[number, part] = gathering
         gathering.lines.append((role, line))

@@ -91,7 +91,7 @@ class Roles:
                 return None
             # A class's role sends to itself where ranks of one class send to each other: its sides are two members.
             members, member = frozenset((0, 1)), int(entry.is_send)
-        side = role, where, -1 if isinstance(entry, Collective) else member
+        side = role, where, member
         count = self._calls[side]
         self._calls[side] += 1
         return Encounter((where, count), members, member)
