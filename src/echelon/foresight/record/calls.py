@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -19,22 +20,20 @@ from torch import Tensor
 _PAGE = 4096
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call."""
 
-    __slots__ = ("is_answered", "kind", "position", "seconds", "values")
-
-    def __init__(self, kind: str, position: int, seconds: float) -> None:
-        self.kind = kind
-        """Name of the operation."""
-        self.position = position
-        """Number of entries of the step before it."""
-        self.seconds = seconds
-        """Seconds of the program since the call before."""
-        self.values: Any = None
-        """Values that the program got from other ranks. None if it got none, or if nothing is known of them."""
-        self.is_answered = False
-        """Whether `values` are those of an earlier recording, and no other rank is asked."""
+    kind: str
+    """Name of the operation."""
+    position: int
+    """Number of entries of the step before it."""
+    seconds: float
+    """Seconds of the program since the call before."""
+    values: Any = None
+    """Values that the program got from other ranks. None if it got none, or if nothing is known of them."""
+    is_answered: bool = False
+    """Whether `values` are those of an earlier recording, and no other rank is asked."""
 
 
 Answers: TypeAlias = Sequence[Sequence[Call]]

@@ -54,8 +54,10 @@ class OnHost(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        special = _READS.get(getattr(func, "__name__", ""))
-        return func(*args, **(kwargs or {})) if special is None else special(func, args, kwargs or {})
+        read = _READS.get(getattr(func, "__name__", ""))
+        if read is None or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        return read(func, args, kwargs or {})
 
 
 class OnDevice(TorchFunctionMode):
@@ -70,6 +72,8 @@ class OnDevice(TorchFunctionMode):
             kwargs = {**kwargs, "device": torch.device(_CUDA, kwargs["device"])}
         elif kwargs.get("device") is None and (default := default_device_of(func)) is not None:
             kwargs = {**kwargs, "device": default}  # torch itself would add it below this mode
+        if (read := _READS.get(name)) is not None and isinstance(args[0], FakeTensor):
+            return read(func, args, kwargs)
         if (special := _SPECIAL.get(name)) is not None:
             return special(func, args, kwargs)
         if name == "to" and len(args) > 1 and type(args[1]) is int:
@@ -151,11 +155,9 @@ def _true(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # 
     return True
 
 
-def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _values(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
     """Returns the assumed values of a tensor as nested lists."""
     tensor = args[0]
-    if not isinstance(tensor, FakeTensor):
-        return func(*args, **kwargs)
     if (known := _known(tensor)) is not None:
         return known.tolist()
 
@@ -165,11 +167,9 @@ def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return nested(tensor.shape, tensor.reshape(-1)[0].item() if tensor.numel() else 0)
 
 
-def _array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _array(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
     """Returns the assumed values of a tensor as an array, which takes no memory."""
     tensor = args[0]
-    if not isinstance(tensor, FakeTensor):
-        return func(*args, **kwargs)
     if (known := _known(tensor)) is not None:
         return known.numpy()
     with real_tensors():
@@ -190,24 +190,18 @@ def _known(tensor: Tensor) -> Tensor | None:
 def _formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Formats the assumed value of a number, as a tensor of a GPU formats its value."""
     tensor, *spec = args
-    if isinstance(tensor, FakeTensor) and not tensor.dim():
-        return format(tensor.item(), *spec)
-    return str(func(*args, **kwargs))
+    return str(func(*args, **kwargs)) if tensor.dim() else format(tensor.item(), *spec)
 
 
-def _address(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _address(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> int:
     """Returns the address of a tensor, which no other storage has."""
     tensor = args[0]
-    if isinstance(tensor, FakeTensor):
-        return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
-    return int(func(*args, **kwargs))
+    return int(tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size())
 
 
 def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies a tensor for `copy.deepcopy`, which would ask for the address of its values."""
     tensor, memo = args
-    if not isinstance(tensor, FakeTensor):
-        return func(*args, **kwargs)
     if id(tensor) not in memo:
         with torch.no_grad():
             copy: Tensor = tensor.clone(memory_format=torch.preserve_format)
@@ -350,10 +344,9 @@ _READS: dict[str, _Special] = {
     "data_ptr": _address,
     "__deepcopy__": _copied,
 }
-"""Functions of torch that depend on values or addresses of a tensor, by name."""
+"""Functions of torch that depend on values or addresses of a fake tensor, by name."""
 
 _SPECIAL: dict[str, _Special] = {
-    **_READS,
     "device": _device,
     "_parse_to": _parsed,
     "cuda": _moved_to_gpu,

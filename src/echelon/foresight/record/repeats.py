@@ -416,14 +416,8 @@ class Repeats:
     def _are_equal_backwards(self, former: _Backward, made: _Backward) -> bool:
         if [each and each.form for each in former.gradients] != [each and each.form for each in made.gradients]:
             return False
-        places = [
-            Place(former.call.written, made.call.begin.counters),
-            Place(former.segment, made.segment.begin),
-        ]
-        states = (former.storages, made.storages) if former.call.is_steady else None
-        storages = _storages(former.call, made.call, states)
-        storages[former.gradient] = made.gradient
-        return _is_equal(former.segment, moved(former.segment, places, storages), made.segment)
+        again = _moved_backward(former, made.call, made.segment.begin, made.storages, made.gradient)
+        return _is_equal(former.segment, again, made.segment)
 
     # Calls that do not run
 
@@ -492,11 +486,7 @@ class Repeats:
         if former is None:
             raise NotRepeated
         begin, counters = backward.begin, backward.begin.counters
-        states = (former.storages, begin.storages) if former.call.is_steady else None
-        storages = _storages(former.call, call, states)
-        storages[former.gradient] = number
-        places = [Place(former.call.written, call.begin.counters), Place(former.segment, counters)]
-        for entry in moved(former.segment, places, storages):
+        for entry in _moved_backward(former, call, counters, begin.storages, number):
             if type(entry) is Free:
                 if entry.storage in call.held:
                     del call.held[entry.storage]  # the end of the storage writes the entry
@@ -541,6 +531,24 @@ def _storages(
     before, after = states or (former.begin.storages, call.begin.storages)
     pairs = [*zip(before, after, strict=True), *zip(former.inputs, call.inputs, strict=True)]
     return {old: new for old, new in pairs if old is not None and new is not None}
+
+
+def _moved_backward(
+    former: _Backward, call: _Call, begin: Counters, state: Sequence[int | None], gradient: int
+) -> Iterator[Entry]:
+    """Yields the entries of a backward pass as another call writes them.
+
+    Args:
+        former: the backward pass.
+        call: the other call.
+        begin: counters where its backward pass begins.
+        state: storages of its module's tensors there.
+        gradient: storage of its output's gradient.
+    """
+    states = (former.storages, state) if former.call.is_steady else None
+    storages = _storages(former.call, call, states) | {former.gradient: gradient}
+    places = [Place(former.call.written, call.begin.counters), Place(former.segment, begin)]
+    return moved(former.segment, places, storages)
 
 
 def _is_equal(former: Segment, again: Iterator[Entry], segment: Segment) -> bool:

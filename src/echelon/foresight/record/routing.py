@@ -63,9 +63,10 @@ _DRAWS: Mapping[Any, Callable[[Sequence[int], Sequence[Any]], Tensor]] = {
 """Operators that draw integers: functions that spread them evenly over their range."""
 _ASSUMED: Mapping[Any, tuple[str, Callable[[Tensor], Tensor]]] = {
     _aten.nonzero.default: ("all elements are chosen", torch.ones_like),
-    _aten._unique2.default: ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
-    _aten.unique_dim.default: ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
-    _aten.unique_consecutive.default: ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
+    **dict.fromkeys(
+        (_aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default),
+        ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
+    ),
     _aten.bincount.default: ("all elements are 0", torch.zeros_like),
     _aten.repeat_interleave.Tensor: ("each element is repeated once", torch.ones_like),
 }

@@ -168,7 +168,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
     with only_simulation():
         link, no_faults = link_function(None, world_size), FaultPlan((), world_size, has_costs=False)
         world = World(world_size, 0, link, no_faults, None, None, False, request.hosts, False, True, False)
-        world.clock.draw = _first_come
+        world.clock.draw = lambda: 0.0
         run = _Run(world, request, choose)
         states = process_states(run.torch, 0, request.hosts)
         if isinstance(fn, ProgramWithStates):
@@ -193,10 +193,6 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
         finally:
             rank_states.restore()
             torch.set_num_threads(num_threads)
-
-
-def _first_come() -> float:
-    return 0.0
 
 
 @contextmanager
