@@ -26,11 +26,12 @@ from itertools import cycle, islice
 from os import _exit  # the original: for simulated ranks it is replaced
 from typing import NamedTuple
 
+from echelon.foresight.play.allocator import memory_of
 from echelon.foresight.record.calls import Answers, OtherCalls
 from echelon.foresight.record.processes import has_device_threads
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.record.steps import Timing
-from echelon.foresight.trace import Allocate, Free, Kernel, Trace
+from echelon.foresight.trace import Kernel, Trace
 from echelon.simulation.process.random_state import cores_here
 
 _TIMING = Timing(steps=4, seconds=1.5)
@@ -77,24 +78,10 @@ def _obstacle(request: Request, traces: Sequence[Trace]) -> str:
         return "the hook that sees the end of a function slows the program down"
     if any(type(entry) is Kernel and entry.is_compiled for trace in traces for entry in trace.entries):
         return "its compiled kernels are approximated"
-    needed, free = sum(map(_peak, traces)), _free_memory()
+    needed, free = sum(memory_of(trace).live_peak for trace in traces), _free_memory()
     if needed > _MEMORY_SHARE * free:
         return f"tensors of all ranks of a host take {needed / 2**30:.2g} GiB, and {free / 2**30:.2g} GiB are free"
     return ""
-
-
-def _peak(trace: Trace) -> int:
-    """Returns the most bytes of tensors that are alive at once."""
-    sizes = {each.storage: each.num_bytes for each in trace.live}
-    peak = now = sum(sizes.values())
-    for entry in trace.entries:
-        if isinstance(entry, Allocate):
-            now += entry.num_bytes - sizes.get(entry.storage, 0)
-            sizes[entry.storage] = entry.num_bytes
-            peak = max(peak, now)
-        elif isinstance(entry, Free):
-            now -= sizes.pop(entry.storage, 0)
-    return peak
 
 
 def _free_memory() -> float:

@@ -13,6 +13,7 @@ from rich.text import Text
 from echelon.foresight.play.allocator import Memory
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.trace import Kernel
+from echelon.wording import counted
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -80,7 +81,6 @@ class Report:
         tokens: Tokens of all ranks in a step. None: not known.
         problems: Problems that checks found, as sentences.
         assumptions: Assumed values and approximations.
-        expandable: Whether PyTorch's allocator has expandable segments.
         title: Name of the program.
         what_ifs: Forecasts of the step with a change, as text after "what if".
         network: Name of the network between the hosts.
@@ -90,7 +90,6 @@ class Report:
     tokens: int | None = None
     problems: Sequence[str] = ()
     assumptions: Sequence[str] = ()
-    expandable: bool = False
     title: str = ""
     what_ifs: Sequence[str] = ()
     network: str = ""
@@ -100,7 +99,7 @@ class Report:
     def memory(self) -> Mapping[int, Memory]:
         """Memory of each role."""
         if not self._memory:
-            self._memory.update(self.played.memory(expandable=self.expandable))
+            self._memory.update(self.played.memory())
         return self._memory
 
     @property
@@ -173,11 +172,9 @@ class Report:
 
     def _head(self) -> Text:
         played = self.played
-        hosts = len(played.cluster.hosts)
-        where = f"{played.world_size} x {played.device.name} on {hosts} host{'s' if hosts > 1 else ''}"
-        roles = len(played.roles)
+        where = f"{played.world_size} x {played.device.name} on {counted(len(played.cluster.hosts), 'host')}"
         title = f"{self.title}: " if self.title else ""
-        return Text(f"{title}{where}, {roles} role{'s' if roles > 1 else ''} recorded")
+        return Text(f"{title}{where}, {counted(len(played.roles), 'role')} recorded")
 
     @property
     def band(self) -> str:

@@ -20,6 +20,7 @@ from echelon.timeline.palette import COLORS
 from echelon.timeline.widget.data import Data, Panel
 from echelon.timeline.widget.markup import script, style, widget
 from echelon.timeline.words import time_scale
+from echelon.wording import counted
 
 if TYPE_CHECKING:
     from echelon.foresight.run import Foreseen
@@ -82,10 +83,10 @@ def page(seen: Foreseen, report: Report) -> str:
 
 
 def _sentence(seen: Foreseen, report: Report) -> str:
-    hosts, roles = len(seen.cluster.hosts), len(seen.played.roles)
+    hosts, roles = counted(len(seen.cluster.hosts), "host"), counted(len(seen.played.roles), "recorded role")
     return (
-        f"A step on {seen.world_size} x {seen.device.name}, {hosts} host{'s' if hosts > 1 else ''}, {report.network}: "
-        f"foreseen from {roles} recorded role{'s' if roles > 1 else ''}, without a GPU."
+        f"A step on {seen.world_size} x {seen.device.name}, {hosts}, {report.network}: foreseen from {roles}, without "
+        "a GPU."
     )
 
 
