@@ -21,28 +21,20 @@ _ASSUMPTION = "torch.compile was taken as fused runs of elementwise kernels"
 def not_compiled() -> Iterator[None]:
     """Inside, recorded ranks compile nothing. Their assumptions say so."""
     with (
-        patch.object(torch, "compile", _compiling(torch.compile)),
-        patch.object(torch.nn.Module, "compile", _compiling_itself(torch.nn.Module.compile)),
+        patch.object(torch, "compile", in_place_of(torch.compile, _compile)),
+        patch.object(torch.nn.Module, "compile", in_place_of(torch.nn.Module.compile, _compile_itself)),
     ):
         yield
 
 
-def _compiling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @in_place_of(original)
-    def compile(recording: Recording, model: Any = None, **_: Any) -> Any:
-        recording.log.assume(_ASSUMPTION)
-        return _marked if model is None else _marked(model)
-
-    return compile
+def _compile(recording: Recording, _: Callable[..., Any], model: Any = None, **__: Any) -> Any:
+    recording.log.assume(_ASSUMPTION)
+    return _marked if model is None else _marked(model)
 
 
-def _compiling_itself(original: Callable[..., None]) -> Callable[..., None]:
-    @in_place_of(original)
-    def compile(recording: Recording, module: torch.nn.Module, *_: Any, **__: Any) -> None:
-        recording.log.assume(_ASSUMPTION)
-        recording.log.compiled.add(module)
-
-    return compile
+def _compile_itself(recording: Recording, _: Callable[..., Any], module: torch.nn.Module, *__: Any, **___: Any) -> None:
+    recording.log.assume(_ASSUMPTION)
+    recording.log.compiled.add(module)
 
 
 def _marked(model: Any) -> Any:
@@ -52,9 +44,9 @@ def _marked(model: Any) -> Any:
         recording.log.compiled.add(model)
         return model
 
-    @in_place_of(model)
-    def call(here: Recording, *args: Any, **kwargs: Any) -> Any:
-        with here.log.compiling():
-            return model(*args, **kwargs)
+    return in_place_of(model, _run_compiled)
 
-    return call
+
+def _run_compiled(recording: Recording, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with recording.log.compiling():
+        return function(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -47,6 +48,9 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(owner, name, value, create=True))
 
+        def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
+            replace(owner, name, in_place_of(getattr(owner, name), function))
+
         def replace_all(owner: Any, names: dict[str, Any]) -> None:
             for name, value in names.items():
                 replace(owner, name, value)
@@ -67,23 +71,23 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             replace_all(torch.cuda.memory, {"_record_memory_history": _nothing, "_dump_snapshot": _nothing})
             replace(torch.cuda, "CUDAGraph", _NoGraph)
             replace(dist, "is_nccl_available", _returning(True))
-            replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__))
-            replace(DistributedDataParallel, "__init__", _without_devices(DistributedDataParallel.__init__))
+            wrap(torch.autocast, "__init__", _on_cpu)
+            wrap(DistributedDataParallel, "__init__", _without_devices)
             stack.enter_context(batch_norm_on_gpu())
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
         mode = OnDevice if gpu is not None else OnHost
         stack.enter_context(backward_with(lambda _: mode() if _is_recorded_here() else nullcontext()))
-        replace(DeviceMesh, "__init__", _naming_groups(_with_values(DeviceMesh.__init__)))
-        for name in ("__getitem__", "_flatten"):
-            replace(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
-        stack.enter_context(ddp_checks_by(_with_values))
-        stack.enter_context(objects_packed_by(_with_values))
+        for name in ("__init__", "__getitem__", "_flatten"):
+            wrap(DeviceMesh, name, _with_values)
+        wrap(DeviceMesh, "__init__", _name_groups)
+        stack.enter_context(ddp_checks_by(partial(in_place_of, function=_with_values)))
+        stack.enter_context(objects_packed_by(partial(in_place_of, function=_with_values)))
         stack.enter_context(batches_noted(_begin_batch))
-        replace(DataLoader, "__init__", _without_workers(DataLoader.__init__))
-        replace(torch.nn.Module, "_apply", _applying(torch.nn.Module._apply))
-        replace(torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_))
-        replace(torch.UntypedStorage, "data_ptr", _addressing(torch.UntypedStorage.data_ptr))
+        wrap(DataLoader, "__init__", _without_workers)
+        wrap(torch.nn.Module, "_apply", _apply)
+        wrap(torch.UntypedStorage, "resize_", _resize)
+        wrap(torch.UntypedStorage, "data_ptr", _address)
         yield
 
 
@@ -288,115 +292,92 @@ def _memory_names(gpu: Gpu) -> dict[str, Any]:
 # Methods of torch that treat fake tensors on the CPU differently from tensors of a GPU
 
 
-def _with_values(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function whose tensors are numbers of ranks or sizes: they need values."""
-
-    @in_place_of(method)
-    def call(_: Recording, *args: Any, **kwargs: Any) -> Any:
-        with real_tensors():
-            return method(*map(mapped, args), **{name: mapped(each) for name, each in kwargs.items()})
-
-    return call
+def _with_values(_: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function whose tensors are numbers of ranks or sizes: they need values."""
+    with real_tensors():
+        return original(*map(mapped, args), **{name: mapped(each) for name, each in kwargs.items()})
 
 
-def _naming_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the constructor of meshes. For a dimension of all ranks torch uses the default group, which has no name."""
-
-    @in_place_of(original)
-    def init(recording: Recording, self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for name, size in zip(self.mesh_dim_names or (), self.shape, strict=False):
-            if size == dist.get_world_size():
-                recording.log.name_of_all = recording.log.name_of_all or name
-
-    return init
+def _name_groups(
+    recording: Recording, original: Callable[..., None], mesh: DeviceMesh, *args: Any, **kwargs: Any
+) -> None:
+    """Makes a mesh. For a dimension of all ranks torch uses the default group, which has no name."""
+    original(mesh, *args, **kwargs)
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+        if size == dist.get_world_size():
+            recording.log.name_of_all = recording.log.name_of_all or name
 
 
-def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the constructor of autocast, which acts on operators of one device."""
-
-    @in_place_of(original)
-    def init(
-        _: Recording, self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        original(self, device_type, dtype, *args, **kwargs)
-
-    return init
-
-
-def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method by which modules move. torch swaps fake parameters, but overwrites parameters of a GPU."""
-
-    @in_place_of(original)
-    def apply(_: Recording, module: torch.nn.Module, function: Callable[..., Any], recurse: bool = True) -> Any:
-        parameters = module._parameters
-        for name, each in parameters.items():
-            if isinstance(each, FakeTensor):
-                with torch.no_grad():
-                    moved = function(each)
-                    if each.fake_device.type == "meta":  # as torch: it has no memory that could be replaced
-                        parameters[name] = torch.nn.Parameter(moved, each.requires_grad)
-                        continue
-                    move_fake(each, moved)
-                    if each.grad is not None:
-                        move_fake(each.grad, function(each.grad))
-        module._parameters = {name: each for name, each in parameters.items() if not isinstance(each, FakeTensor)}
-        try:
-            return original(module, function, recurse)
-        finally:
-            module._parameters = {name: module._parameters.get(name, each) for name, each in parameters.items()}
-
-    return apply
+def _on_cpu(
+    _: Recording,
+    original: Callable[..., None],
+    autocast: Any,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Makes an autocast, which acts on operators of one device."""
+    if device_type == "cuda":
+        device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+    original(autocast, device_type, dtype, *args, **kwargs)
 
 
-def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the constructor of DDP, which takes no device for modules on the CPU."""
+def _apply(
+    _: Recording,
+    original: Callable[..., Any],
+    module: torch.nn.Module,
+    function: Callable[..., Any],
+    recurse: bool = True,
+) -> Any:
+    """Moves a module. torch swaps fake parameters, but overwrites parameters of a GPU."""
+    parameters = module._parameters
+    for name, each in parameters.items():
+        if isinstance(each, FakeTensor):
+            with torch.no_grad():
+                moved = function(each)
+                if each.fake_device.type == "meta":  # as torch: it has no memory that could be replaced
+                    parameters[name] = torch.nn.Parameter(moved, each.requires_grad)
+                    continue
+                move_fake(each, moved)
+                if each.grad is not None:
+                    move_fake(each.grad, function(each.grad))
+    module._parameters = {name: each for name, each in parameters.items() if not isinstance(each, FakeTensor)}
+    try:
+        return original(module, function, recurse)
+    finally:
+        module._parameters = {name: module._parameters.get(name, each) for name, each in parameters.items()}
 
-    @in_place_of(original)
-    def init(_: Recording, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        others = {name: each for name, each in kwargs.items() if name not in ("device_ids", "output_device")}
-        original(self, module, None, None, *args[2:], **others)
 
-    return init
+def _without_devices(
+    _: Recording, original: Callable[..., None], ddp: Any, module: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Makes a DDP, which takes no device for modules on the CPU."""
+    others = {name: each for name, each in kwargs.items() if name not in ("device_ids", "output_device")}
+    original(ddp, module, None, None, *args[2:], **others)
 
 
 _OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
 
 
-def _without_workers(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps the constructor of loaders: workers run in the rank's own thread, and nothing is pinned."""
-
-    @in_place_of(original)
-    def init(_: Recording, self: Any, *args: Any, **kwargs: Any) -> None:
-        # dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, ...
-        args = (*args[:5], *(0 for _ in args[5:6]), *args[6:7], *(False for _ in args[7:8]), *args[8:9])
-        kwargs.update({name: 0 for name in ("num_workers", "timeout") if name in kwargs})
-        kwargs.update({name: False for name in ("pin_memory", "persistent_workers") if name in kwargs})
-        kwargs.update({name: None for name in _OF_WORKERS if name in kwargs})
-        original(self, *args, **kwargs)
-
-    return init
+def _without_workers(_: Recording, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes a loader whose workers run in the rank's own thread, and which pins nothing."""
+    # dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, ...
+    args = (*args[:5], *(0 for _ in args[5:6]), *args[6:7], *(False for _ in args[7:8]), *args[8:9])
+    kwargs.update({name: 0 for name in ("num_workers", "timeout") if name in kwargs})
+    kwargs.update({name: False for name in ("pin_memory", "persistent_workers") if name in kwargs})
+    kwargs.update({name: None for name in _OF_WORKERS if name in kwargs})
+    original(loader, *args, **kwargs)
 
 
-def _addressing(original: Callable[..., int]) -> Callable[..., int]:
-    """Wraps the address of a storage. It is 0 for all fake storages, but programs tell storages apart by it."""
-
-    @in_place_of(original)
-    def data_ptr(_: Recording, storage: torch.UntypedStorage) -> int:
-        if storage.device.type == "meta":
-            return storage_address(storage) if storage.nbytes() else 0
-        return original(storage)
-
-    return data_ptr
+def _address(_: Recording, original: Callable[..., int], storage: torch.UntypedStorage) -> int:
+    """Returns the address of a storage. It is 0 for all fake storages, but programs tell storages apart by it."""
+    if storage.device.type == "meta":
+        return storage_address(storage) if storage.nbytes() else 0
+    return original(storage)
 
 
-def _resizing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @in_place_of(original)
-    def resize_(recording: Recording, storage: torch.UntypedStorage, size: int) -> Any:
-        result = original(storage, size)
-        recording.memory.resized(storage)
-        return result
-
-    return resize_
+def _resize(recording: Recording, original: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
+    result = original(storage, size)
+    recording.memory.resized(storage)
+    return result

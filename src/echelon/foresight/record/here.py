@@ -128,29 +128,31 @@ def recorded(recording: Recording) -> Iterator[None]:
 
 
 def in_place_of(
-    original: Callable[..., Any], here: Callable[[], Recording | None] = recording_here, num_positional: int = 0
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of a function that recorded ranks call in place of another one.
-
-    It gets the recording before the arguments. Threads without a recording call the original.
+    original: Callable[..., Any], function: Callable[..., Any], here: Callable[[], Recording | None] = recording_here
+) -> Callable[..., Any]:
+    """Returns a function that threads of recorded ranks call in place of another one. Other threads call the original.
 
     Args:
         original: function that is replaced.
+        function: gets the recording, the original and the arguments. Required ones come by position.
         here: returns the recording of the calling thread.
-        num_positional: number of first arguments that the function gets by position, even if the caller names them.
     """
-    # Functions in C name their arguments as their replacements do, and some have no signature.
-    names = tuple(inspect.signature(original).parameters)[:num_positional] if inspect.isfunction(original) else ()
+    names = _required(original)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if (recording := here()) is None:
-                return original(*args, **kwargs)
-            # One function replaces several, each with names of its own: `path` of os.mkdir is `name` of os.makedirs.
-            named = [kwargs.pop(name) for name in names[len(args) :] if name in kwargs]
-            return function(recording, *args, *named, **kwargs)
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (recording := here()) is None:
+            return original(*args, **kwargs)
+        # One function replaces several, each with names of its own: `path` of os.mkdir is `name` of os.makedirs.
+        named = [kwargs.pop(name) for name in names[len(args) :] if name in kwargs]
+        return function(recording, original, *args, *named, **kwargs)
 
-        return call
+    return call
 
-    return decorate
+
+def _required(original: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of required arguments. Of functions in C none: replacements name them in the same way."""
+    if not inspect.isfunction(original):
+        return ()
+    given = inspect.signature(original).parameters.values()
+    return tuple(each.name for each in given if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty)

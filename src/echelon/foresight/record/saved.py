@@ -15,9 +15,9 @@ from torch import nn
 from echelon.checkpoint.saving import Handle
 from echelon.checkpoint.store import Store
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record.here import Recording, in_place_of
+from echelon.foresight.record.here import Recording
 from echelon.foresight.record.overlay import Scratch
-from echelon.foresight.record.writer import skipping, unrecorded, writer
+from echelon.foresight.record.writer import replaced, skip, unrecorded
 
 _NOT_READ = "it cannot be read back: load one that exists before the script is foreseen, or none"
 """Advice for a checkpoint that is not there."""
@@ -87,34 +87,38 @@ class CheckpointCalls:
     def __init__(self, scratch: Scratch, saved: Saved) -> None:
         self._scratch = scratch
         self._saved = saved
+        # The real functions, also while their names are replaced.
+        self._torch_save, self._torch_load = torch.save, torch.load
 
     def replacements(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Yields the functions with their replacements."""
-        yield torch.save, self._saving(torch.save, "torch.save")
-        yield torch.load, self._loading(torch.load, "torch.load")
+        yield replaced(torch.save, self._save, name="torch.save")
+        yield replaced(torch.load, self._load, name="torch.load")
         dcp: Any = importlib.import_module("torch.distributed.checkpoint")
         for name, result in (("save", lambda: None), ("async_save", _done)):
-            original = getattr(dcp, name)
-            yield original, self._saving_apart(original, f"torch.distributed.checkpoint.{name}", result)
-        yield dcp.load, self._loading_apart(dcp.load, "torch.distributed.checkpoint.load")
-        yield torch.jit.save, skipping(torch.jit.save, "torch.jit.save")
-        yield torch.export.save, skipping(torch.export.save, "torch.export.save")
+            yield replaced(
+                getattr(dcp, name), self._save_apart, name=f"torch.distributed.checkpoint.{name}", result=result
+            )
+        yield replaced(dcp.load, self._load_apart, name="torch.distributed.checkpoint.load")
+        yield replaced(torch.jit.save, skip, name="torch.jit.save")
+        yield replaced(torch.export.save, skip, name="torch.export.save")
         try:
             safetensors: Any = importlib.import_module("safetensors.torch")
         except ImportError:
             pass
         else:
-            yield safetensors.save_file, self._saving(safetensors.save_file, "safetensors.torch.save_file")
-            saved_model = self._saving(safetensors.save_model, "safetensors.torch.save_model", nn.Module.state_dict)
-            yield safetensors.save_model, saved_model
-            yield safetensors.load_file, self._loading(safetensors.load_file, "safetensors.torch.load_file")
-            yield safetensors.safe_open, self._loading_apart(safetensors.safe_open, "safetensors.safe_open")
+            yield replaced(safetensors.save_file, self._save, name="safetensors.torch.save_file")
+            saves_model = {"name": "safetensors.torch.save_model", "state_of": nn.Module.state_dict}
+            yield replaced(safetensors.save_model, self._save, **saves_model)
+            yield replaced(safetensors.load_file, self._load, name="safetensors.torch.load_file")
+            yield replaced(safetensors.safe_open, self._load_apart, name="safetensors.safe_open")
             arrays: Any = importlib.import_module("safetensors.numpy")
-            yield arrays.save_file, skipping(arrays.save_file, "safetensors.numpy.save_file")
+            yield replaced(arrays.save_file, skip, name="safetensors.numpy.save_file")
 
     def of_store(self) -> AbstractContextManager[object]:
         """Returns a context in which `Store.save` is skipped."""
-        return patch.object(Store, "save", skipping(Store.save, "Store.save", _handle))
+        _, save = replaced(Store.save, skip, name="Store.save", result=_handle)
+        return patch.object(Store, "save", save)
 
     def find(self, recording: Recording, path: str) -> str | None:
         """Returns the path in the recording's folder for a path of the program. None if the real path is used."""
@@ -126,29 +130,31 @@ class CheckpointCalls:
         """Returns the file of a checkpoint that another rank has saved to a path before. None if there is none."""
         return self._saved.before(path, recording.rank, recording.log.num_of_all)
 
-    def _saving(
-        self, original: Callable[..., None], name: str, state_of: Callable[[Any], object] = lambda state: state
-    ) -> Callable[..., None]:
-        """Wraps `torch.save`, or a function like it: the file has shapes, and takes no space."""
-        torch_save = torch.save
-
-        @in_place_of(original, writer, 2)
-        def save(recording: Recording, obj: object, file: Any = None, *_: Any, **kwargs: Any) -> None:
-            recording.log.skip(name)
-            path = self._path_of(recording, file)
-            if path is None:
-                return
-            pickler = {"pickle_module": kwargs["pickle_module"]} if "pickle_module" in kwargs else {}
-            with unrecorded():
-                kept = self._scratch.path_for(path)
-                try:
-                    with torch.serialization.skip_data(materialize_fake_tensors=True):
-                        torch_save(state_of(obj), kept, **pickler)
-                except Exception:  # any class of the program may be one that cannot be saved so
-                    kept = ""
-                self._keep(recording, path, kept, name)
-
-        return save
+    def _save(
+        self,
+        recording: Recording,
+        _: Callable[..., None],
+        obj: object,
+        file: Any = None,
+        *__: Any,
+        name: str,
+        state_of: Callable[[Any], object] = lambda state: state,
+        **kwargs: Any,
+    ) -> None:
+        """Does as `torch.save`, or a function like it: the file has shapes, and takes no space."""
+        recording.log.skip(name)
+        path = self._path_of(recording, file)
+        if path is None:
+            return
+        pickler = {"pickle_module": kwargs["pickle_module"]} if "pickle_module" in kwargs else {}
+        with unrecorded():
+            kept = self._scratch.path_for(path)
+            try:
+                with torch.serialization.skip_data(materialize_fake_tensors=True):
+                    self._torch_save(state_of(obj), kept, **pickler)
+            except Exception:  # any class of the program may be one that cannot be saved so
+                kept = ""
+            self._keep(recording, path, kept, name)
 
     def _path_of(self, recording: Recording, file: Any) -> str | None:
         """Returns the program's path of a file, or of a path. None for others, such as a buffer in memory."""
@@ -177,48 +183,45 @@ class CheckpointCalls:
         saved_by = f"{name} at {log.line()}"
         self._saved.add([Checkpoint(os.path.abspath(path), recording.rank, log.num_of_all, file, saved_by)])
 
-    def _saving_apart(self, original: Callable[..., Any], name: str, result: Callable[[], Any]) -> Callable[..., Any]:
-        """Wraps a function that saves a checkpoint in a form of its own, which is skipped."""
+    def _save_apart(
+        self,
+        recording: Recording,
+        _: Callable[..., Any],
+        __: object,
+        *args: Any,
+        name: str,
+        result: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Skips the save of a checkpoint in a form of its own."""
+        recording.log.skip(name)
+        if (path := _path_among(args, kwargs)) is not None:
+            self._note(recording, path, "", name)
+        return result()
 
-        @in_place_of(original, writer, 1)
-        def save(recording: Recording, _: object, *args: Any, **kwargs: Any) -> Any:
-            recording.log.skip(name)
-            if (path := _path_among(args, kwargs)) is not None:
-                self._note(recording, path, "", name)
-            return result()
+    def _load(
+        self, recording: Recording, original: Callable[..., Any], f: Any, *args: Any, name: str, **kwargs: Any
+    ) -> Any:
+        """Does as `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
+        is_path = isinstance(f, str | os.PathLike)
+        found = self._checkpoint(recording, os.fsdecode(f), name) if is_path else None
+        if found is None:
+            return original(f, *args, **kwargs)
+        if original is not self._torch_load:
+            args, kwargs = (), {}
+        # By the file, since the name may end as one of safetensors. Its size is that of the tensors, which may be
+        # more than can be mapped.
+        with unrecorded(), open(found, "rb") as file:
+            return self._torch_load(file, *args, **{**kwargs, "mmap": False})
 
-        return save
-
-    def _loading(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wraps `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
-        torch_load = torch.load
-
-        @in_place_of(original, writer, 1)
-        def load(recording: Recording, f: Any, *args: Any, **kwargs: Any) -> Any:
-            is_path = isinstance(f, str | os.PathLike)
-            found = self._checkpoint(recording, os.fsdecode(f), name) if is_path else None
-            if found is None:
-                return original(f, *args, **kwargs)
-            if original is not torch_load:
-                args, kwargs = (), {}
-            # By the file, since the name may end as one of safetensors. Its size is that of the tensors, which may be
-            # more than can be mapped.
-            with unrecorded(), open(found, "rb") as file:
-                return torch_load(file, *args, **{**kwargs, "mmap": False})
-
-        return load
-
-    def _loading_apart(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wraps a function that loads a checkpoint in a form of its own, which the program cannot have saved."""
-
-        @in_place_of(original, writer)
-        def load(recording: Recording, *args: Any, **kwargs: Any) -> Any:
-            path = _path_among(args, kwargs)
-            if path is not None and self._checkpoint(recording, path, name) is not None:
-                raise UnsupportedOp(f"{name} of {path} at {recording.log.line()}: the script wrote it, and {_NOT_READ}")
-            return original(*args, **kwargs)
-
-        return load
+    def _load_apart(
+        self, recording: Recording, original: Callable[..., Any], *args: Any, name: str, **kwargs: Any
+    ) -> Any:
+        """Refuses to load a checkpoint in a form of its own, in which the program cannot have saved it."""
+        path = _path_among(args, kwargs)
+        if path is not None and self._checkpoint(recording, path, name) is not None:
+            raise UnsupportedOp(f"{name} of {path} at {recording.log.line()}: the script wrote it, and {_NOT_READ}")
+        return original(*args, **kwargs)
 
     def _checkpoint(self, recording: Recording, path: str, name: str) -> str | None:
         """Returns the file of a checkpoint that the program has saved to a path. None if it has saved none.

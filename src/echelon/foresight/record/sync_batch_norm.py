@@ -37,37 +37,34 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
-def _synchronized(
-    original: Callable[[nn.SyncBatchNorm, Tensor], Tensor],
-) -> Callable[[nn.SyncBatchNorm, Tensor], Tensor]:
-    @in_place_of(original)
-    def forward(_: Recording, module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-        group = module.process_group or dist.group.WORLD
-        if not module.training or group is None or group.size() == 1:
-            return original(module, input)
-        statistics = input.new_empty(2 * input.shape[1] + 1, dtype=torch.float32)
-        all_gather_into(group, statistics.new_empty(group.size() * statistics.numel()), statistics).wait()
-        is_tracked = module.track_running_stats
-        if is_tracked and module.num_batches_tracked is not None:
-            module.num_batches_tracked.add_(1)
-        output = nn.functional.batch_norm(
-            input,
-            module.running_mean if is_tracked else None,
-            module.running_var if is_tracked else None,
-            module.weight,
-            module.bias,
-            True,
-            module.momentum or 0.0,
-            module.eps,
-        )
-        reduced: Tensor = _Reduce.apply(output, group)  # type: ignore[no-untyped-call]
-        return reduced
-
-    return forward
+def _synchronized(_: Recording, original: Callable[..., Tensor], module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    group = module.process_group or dist.group.WORLD
+    if not module.training or group is None or group.size() == 1:
+        return original(module, input)
+    statistics = input.new_empty(2 * input.shape[1] + 1, dtype=torch.float32)
+    all_gather_into(group, statistics.new_empty(group.size() * statistics.numel()), statistics).wait()
+    is_tracked = module.track_running_stats
+    if is_tracked and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    output = nn.functional.batch_norm(
+        input,
+        module.running_mean if is_tracked else None,
+        module.running_var if is_tracked else None,
+        module.weight,
+        module.bias,
+        True,
+        module.momentum or 0.0,
+        module.eps,
+    )
+    reduced: Tensor = _Reduce.apply(output, group)  # type: ignore[no-untyped-call]
+    return reduced
 
 
 @contextmanager
 def batch_norm_on_gpu() -> Iterator[None]:
     """Inside, SyncBatchNorm of recorded ranks runs, also in torch's DDP."""
-    with patch.object(nn.SyncBatchNorm, "forward", _synchronized(nn.SyncBatchNorm.forward)), ddp_of_sync_batch_norm():
+    with (
+        patch.object(nn.SyncBatchNorm, "forward", in_place_of(nn.SyncBatchNorm.forward, _synchronized)),
+        ddp_of_sync_batch_norm(),
+    ):
         yield

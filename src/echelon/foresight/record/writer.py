@@ -5,6 +5,7 @@ Threads that neither belong to a recorded rank nor were started by one use real 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,23 +35,27 @@ def unrecorded() -> Iterator[None]:
         _own.calls = before
 
 
-def inheriting(original: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """Wraps `Thread.start`: the new thread belongs to the program that starts it."""
-
-    @in_place_of(original, writer)
-    def start(recording: Recording, thread: threading.Thread) -> None:
-        setattr(thread, _STARTED_BY, recording)
-        original(thread)
-
-    return start
+def replaced(
+    original: Callable[..., Any], function: Callable[..., Any], **options: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns a function and its replacement by another one with these options; see `in_place_of`."""
+    return original, in_place_of(original, functools.partial(function, **options), writer)
 
 
-def skipping(original: Callable[..., Any], name: str, result: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
-    """Wraps a function that writes: the call is skipped and noted under a name, and has a result of its own."""
+def skip(
+    recording: Recording,
+    _: Callable[..., Any],
+    *__: Any,
+    name: str,
+    result: Callable[[], Any] = lambda: None,
+    **___: Any,
+) -> Any:
+    """Notes a call that writes under a name, in place of the call. Returns a result of its own."""
+    recording.log.skip(name)
+    return result()
 
-    @in_place_of(original, writer)
-    def skip(recording: Recording, *_: Any, **__: Any) -> Any:
-        recording.log.skip(name)
-        return result()
 
-    return skip
+def inherit(recording: Recording, original: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
+    """Starts a thread, which belongs to the program that starts it."""
+    setattr(thread, _STARTED_BY, recording)
+    original(thread)
