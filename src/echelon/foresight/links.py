@@ -108,9 +108,7 @@ def _collective(act: Act, size: int, share: float) -> float:
         if work is not None:
             work.wait()
         turns.append((time.perf_counter() - begin) * share - own)
-    of_all = [torch.empty(_TURNS) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_all, torch.tensor(turns))
-    return max(1e-7, torch.cat(of_all).median().item())
+    return max(1e-7, torch.cat(_of_all_ranks(turns)).median().item())
 
 
 def _message(size: int) -> float:
@@ -130,6 +128,11 @@ def _message(size: int) -> float:
             own = disturb()
             dist.send(tensor, other)
             turns.append(-own)
-    of_all = [torch.empty(_TURNS) for _ in range(2)]
+    first, second = _of_all_ranks(turns)
+    return max(1e-7, (first + second).median().item() / 2)
+
+
+def _of_all_ranks(turns: list[float]) -> list[Tensor]:
+    of_all = [torch.empty(_TURNS) for _ in range(dist.get_world_size())]
     dist.all_gather(of_all, torch.tensor(turns))
-    return max(1e-7, (of_all[0] + of_all[1]).median().item() / 2)
+    return of_all

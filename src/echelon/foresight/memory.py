@@ -78,6 +78,11 @@ class MemoryCurves(Mapping[int, Memory]):
         """Rank of the role with the highest peak of tensors. The lowest rank if several have it."""
         return max(self.memories, key=lambda rank: (self.memories[rank].live_peak, -rank))
 
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has enough memory."""
+        return all(memory.fits for memory in self.memories.values())
+
     def curve(self, rank: int | None = None, points: int = POINTS) -> Curve:
         """Returns the memory of a rank over the step.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from echelon.foresight.play.allocator import Memory
+from echelon.foresight.memory import MemoryCurves
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.trace import Kernel
 from echelon.wording import counted
@@ -93,24 +94,22 @@ class Report:
     title: str = ""
     what_ifs: Sequence[str] = ()
     network: str = ""
-    _memory: dict[int, Memory] = field(default_factory=dict, repr=False, compare=False)
+    _memory: MemoryCurves | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def memory(self) -> Mapping[int, Memory]:
+    @cached_property
+    def memory(self) -> MemoryCurves:
         """Memory of each role."""
-        if not self._memory:
-            self._memory.update(self.played.memory())
-        return self._memory
+        return MemoryCurves(self.played, self.played.memory()) if self._memory is None else self._memory
 
     @property
     def fullest(self) -> int:
         """Role with the highest peak."""
-        return max(self.memory, key=lambda rank: (self.memory[rank].live_peak, -rank))
+        return self.memory.fullest
 
     @property
     def fits(self) -> bool:
         """Whether every rank's memory is enough."""
-        return all(memory.fits for memory in self.memory.values())
+        return self.memory.fits
 
     def to_json(self) -> dict[str, object]:
         """Returns the figures as plain values: seconds, bytes, and shares from 0 to 1."""

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
+from operator import attrgetter
 from typing import NamedTuple
 
 from echelon.foresight.digest import digest
@@ -230,7 +231,7 @@ class Roles:
                 theirs = _messages(self.traces[roles[peer]]).get(rank + roles[peer] - peer, [])
                 answers = [each._replace(is_send=not each.is_send) for each in messages[peer]]
                 # Each direction has an order of its own, which a stable sort by direction keeps.
-                if sorted(answers, key=_direction) != sorted(theirs, key=_direction):
+                if sorted(answers, key=attrgetter("is_send")) != sorted(theirs, key=attrgetter("is_send")):
                     found.add(peer)
         return found
 
@@ -283,7 +284,3 @@ class _Sent(NamedTuple):
     tag: int
     num_bytes: int
     dtype: str
-
-
-def _direction(message: _Sent) -> bool:
-    return message.is_send

@@ -136,7 +136,7 @@ class Foreseen:
     @property
     def fits(self) -> bool:
         """Whether every rank has enough memory."""
-        return all(memory.fits for memory in self.memory.values())
+        return self.memory.fits
 
     @cached_property
     def problems(self) -> list[Problem]:
@@ -243,7 +243,7 @@ class Foreseen:
             title=title,
             what_ifs=self.what_ifs,
             network=self.network if isinstance(self.network, str) else "a network of its own",
-            _memory=dict(self.memory),
+            _memory=self.memory,
         )
 
     def to_html(self, path: str | os.PathLike[str], tokens: int | None = None, title: str = "") -> None:

@@ -8,6 +8,7 @@ h_1 + ... + h_i + d_i + ... + d_n. So a step of 5,000 entries is played as a few
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -97,30 +98,16 @@ class Program:
 def lower(trace: Trace, device: Device) -> Program:
     """Returns the operations of a trace on a device."""
     lowering = _Lowering(trace, device)
-    if trace.measured:
-        return _lower_measured(trace, lowering)
-    for index, entry in enumerate(trace.entries):
-        kind = type(entry)
-        if kind is Kernel:
-            lowering.kernel(index, entry)  # type: ignore[arg-type]
-        elif kind is not Allocate and kind is not Free:
-            lowering.other(index, entry)
-    return lowering.program()
-
-
-def _lower_measured(trace: Trace, lowering: _Lowering) -> Program:
-    """Lowers a trace with measured seconds between its calls. Kernels share them in proportion to modelled times."""
     begin = 0
-    for end, seconds in (*trace.measured, (len(trace.entries), 0.0)):
-        kernels = [index for index in range(begin, end) if type(trace.entries[index]) is Kernel]
-        modelled = sum(map(lowering.modelled, kernels))
-        if modelled == 0.0:
-            lowering.host(seconds)
+    measured = (*trace.measured, (len(trace.entries), 0.0)) if trace.measured else ((len(trace.entries), None),)
+    for end, seconds in measured:
+        share = None if seconds is None else lowering.share(range(begin, end), seconds)
         for index in range(begin, end):
             entry = trace.entries[index]
-            if type(entry) is Kernel:
-                lowering.kernel(index, entry, seconds / modelled if modelled else 0.0)
-            elif type(entry) is not Allocate and type(entry) is not Free:
+            kind = type(entry)
+            if kind is Kernel:
+                lowering.kernel(index, entry, share)  # type: ignore[arg-type]
+            elif kind is not Allocate and kind is not Free:
                 lowering.other(index, entry)
         begin = max(begin, end)
     return lowering.program()
@@ -143,16 +130,23 @@ class _Lowering:
         """Index of the last communication of each number."""
         self._batch: list[int] = []
 
-    def modelled(self, index: int) -> float:
-        """Returns the time of a kernel, with that of its launch, on the model of the device."""
-        kernel = self._trace.kernel(index)
-        return self._device.seconds(kernel) + kernel.launches * self._device.launch_seconds
+    def share(self, entries: Iterable[int], seconds: float) -> float:
+        """Returns measured seconds divided by the modelled ones of the kernels among entries, which share them so.
 
-    def host(self, seconds: float) -> None:
-        """Adds time of the host without kernels."""
+        Without such kernels it is time of the host.
+        """
+        modelled = sum(self._modelled(index) for index in entries if type(self._trace.entries[index]) is Kernel)
+        if modelled:
+            return seconds / modelled
         self._flush()
         if seconds > 0:
             self._operations.append(Run(0, 0.0, seconds, seconds, ()))
+        return 0.0
+
+    def _modelled(self, index: int) -> float:
+        """Returns the time of a kernel, with that of its launch, on the model of the device."""
+        kernel = self._trace.kernel(index)
+        return self._device.seconds(kernel) + kernel.launches * self._device.launch_seconds
 
     def kernel(self, index: int, kernel: Kernel, share: float | None = None) -> None:
         """Adds a kernel.
@@ -169,7 +163,7 @@ class _Lowering:
             seconds = self._device.seconds(kernel)
             self._host += kernel.launches * self._device.launch_seconds
         else:
-            seconds = share * self.modelled(index)
+            seconds = share * self._modelled(index)
         self._seconds[index] = seconds
         self._total += seconds
         # This kernel starts when the host arrives, or when the kernels before it end, at `least`, if that is later.
