@@ -98,6 +98,7 @@ class Calls:
         finally:
             self._depth -= 1
             if not self._keeps_values:
+                # Otherwise all tensors that ranks have exchanged would live until the end.
                 made.values = None
             if is_outermost:
                 self._since = self.clock()
@@ -120,6 +121,7 @@ class Calls:
         self.steps.append(self._present[:num_calls])
         self._present = self._present[num_calls:]
         for each in self._present:
+            # Calls after the end of the step belong to the next one, which begins there.
             each.position -= num_entries
 
     def of_all_steps(self) -> Answers:

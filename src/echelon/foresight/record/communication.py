@@ -110,6 +110,7 @@ class RecordedGroup(EchelonProcessGroup):
         """Records a collective of fake tensors and returns its Work."""
         outputs, inputs, opts = _arguments(form, args, options)
         self._check_place(recording, (*inputs, *outputs))
+        # The whole array is the output of an all-gather, and the input of a reduce-scatter.
         num_bytes = max(_num_bytes(outputs), _num_bytes(inputs))
         if form.kind in ("gather", "scatter"):
             # Only the root has the whole array.
@@ -280,6 +281,7 @@ def _message(name: str) -> Callable[..., Any]:
                 return getattr(super(RecordedGroup, self), name)(tensors, *args)
         with recording.log.call(name) as made:
             if isinstance(tensors[0], FakeTensor):
+                # recv_anysource has a tag alone.
                 peer, tag = args if name != "recv_anysource" else (-1, *args)
                 return self.record_message(recording, name == "send", tensors[0], peer, tag)
             if name != "recv_anysource" or made.is_answered:
@@ -333,6 +335,7 @@ def functional_collective(
     with log.call(_KINDS.get(base, base)):
         out = results.run(func, args, kwargs)
         outputs = list(tensors_in((out,)))
+        # The group is the last text, and the reduction, if there is one, the first.
         words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
         group = resolve_process_group(words[-1])
         assert isinstance(group, RecordedGroup), "every group of a recorded rank is one"

@@ -79,6 +79,7 @@ class OnDevice(TorchFunctionMode):
         if name == "to" and len(args) > 1 and type(args[1]) is int:
             args = (args[0], torch.device(_CUDA, args[1]), *args[2:])
         given = (args, kwargs)
+        # Fast path: few calls have a device among their arguments.
         for each in args:
             if isinstance(each, str | torch.device):
                 args = tuple(mapped(each) for each in args)
@@ -87,6 +88,7 @@ class OnDevice(TorchFunctionMode):
             kwargs = {
                 key: mapped(each) if isinstance(each, str | torch.device) else each
                 for key, each in kwargs.items()
+                # torch refuses to pin memory on a machine without a GPU.
                 if key != "pin_memory"
             }
         if name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
@@ -111,6 +113,7 @@ def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     elif device is None:
         # A tensor among the arguments decides the device, as `out=` does.
         if name in FACTORIES and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
+            # Frames between: this function and the mode. Functions of torch in C have none.
             placement.made(out, on_gpu=False, depth=3)
     elif is_gpu(device):
         placement.made(out, on_gpu=True)

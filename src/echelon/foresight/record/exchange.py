@@ -179,6 +179,7 @@ class ExchangeExecutor(CollectiveExecutor):
     def _needed(self, collective: Collective, record: OperationRecord, is_fake: bool) -> Sequence[int]:
         """Returns the ranks of the group that cannot be represented by others."""
         if collective.kind in FROM_ROOT and not is_fake:
+            # Nobody else has its values.
             return (collective.root,)
         # Each stage has names, times and a loss of its own.
         return range(len(self._ranks)) if not is_fake and record.group.endswith(STAGES) else ()

@@ -139,6 +139,7 @@ class Log:
         """Notes that nodes of the graph belong to a module from now on. -1: to none."""
         number = next_node_number()
         if self._marks[-1].number == number:
+            # No node of the graph was made since the last mark.
             self._marks.pop()
         self._marks.append(_Mark(number, module, self._compiled_depth > 0))
 
@@ -166,6 +167,7 @@ class Log:
             number = node_number()
             if number < 0:
                 return _NO_MODULE
+            # Numbers of modules are below 1 << 60: the last mark at this node counts.
             return self._marks[max(0, bisect_right(self._marks, (number, 1 << 60)) - 1)]
         return self._marks[-1]
 
@@ -180,6 +182,7 @@ class Log:
         if self.optimizer_depth:
             return "optimizer"
         if is_in_backward():
+            # Within a backward only a forward that checkpointing repeats makes a graph.
             return "recompute" if torch.is_grad_enabled() else "backward"
         if self._marks[-1].module >= 0:
             return "forward"

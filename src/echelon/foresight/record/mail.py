@@ -95,6 +95,7 @@ class Mail:
 
     def find(self, route: Route, number: int) -> Sequence[Tensor | None]:
         """Returns the value of a receive, or of a similar one if the sender has not begun. Empty if none is known."""
+        # A sender that has begun will send the value itself.
         similar = () if self._has_begun(route.ranks[route.src]) else self._similar.get(route.form, ())
         for each in (route, *similar):
             if number < len(sent := self.sent(each)):

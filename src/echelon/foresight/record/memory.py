@@ -49,6 +49,7 @@ class Memory:
             return known[0]
         number = self._log.new_storage()
         self.adopt(tensor, number)
+        # A storage of the meta device claims its bytes, but has none.
         self._allocate(number, 0 if tensor.device.type == "meta" else storage.nbytes())
         return number
 
@@ -124,6 +125,7 @@ class Memory:
 
     def _died(self, address: int, number: int, _: object) -> None:
         known = self._known.get(address)
+        # A new storage may have got the same address meanwhile.
         if known is not None and known[0] == number:
             del self._known[address]
         self.on_gpu.discard(number)
@@ -132,6 +134,7 @@ class Memory:
 
     def _kind(self) -> MemoryKind:
         if self._log.optimizer_depth:
+            # State of an optimizer gets its kind when the step has ended, see `mark`.
             return "other"
         if _is_for_communication():
             return "communication"

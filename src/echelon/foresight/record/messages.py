@@ -81,6 +81,7 @@ class Undelivered:
         channel = self._channel(message.src, dst, tag)
         while channel.receipts:
             receipt = channel.receipts.popleft()
+            # One that was withdrawn takes no message.
             if not receipt.has_ended:
                 receipt.arrive(message)
                 return
@@ -140,6 +141,7 @@ class _Receipt(VirtualWork[Any]):
     def result(self) -> Any:
         """Returns the tensor; see `Work.result`."""
         message = super().result()
+        # The result may be taken twice, but its entry is written once.
         if not self._has_result:
             self.boundary.resume()
             self._taken, message = self._make(message)

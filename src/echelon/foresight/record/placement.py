@@ -132,6 +132,7 @@ class Placement:
         is_on_gpu = not on_gpu.isdisjoint(before)
         if not on_host or on_host.keys().isdisjoint(before) or _of_distributed():
             return GPU if is_on_gpu else None
+        # torch takes numbers of the host beside tensors of the GPU, but no tensors with dimensions.
         hosts = [number for number, each in zip(before, inputs, strict=False) if number in on_host and each.dim()]
         if not is_on_gpu:
             is_on_host = len(hosts) == sum(each.dim() > 0 for each in inputs)

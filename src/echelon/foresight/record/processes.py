@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from multiprocessing.connection import Connection, Pipe, wait
+
+# The originals, since they are replaced for simulated ranks and recorded programs.
 from os import _exit, dup2, fork, fstat, kill, pread, waitpid
 from typing import Any, NamedTuple, TypeAlias, get_args
 
@@ -144,6 +146,7 @@ class Children:
         src = route.ranks[route.src]
         if src not in self._begun and not self._has_begun(src):
             self._begun.add(src)
+            # Before the others, because a child waits for it.
             self._left.appendleft(src)
 
     def _fork(self, rank: int) -> None:
@@ -158,6 +161,7 @@ class Children:
         """Records a rank, hands its trace to the parent, and ends the process."""
         status = 1
         try:
+            # Otherwise another child would not notice that the parent has ended.
             for other in self._children:
                 other.close()
             self._mail.line = to_parent = _LineToParent(line)

@@ -110,6 +110,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             if decides_shape(func):
                 return self._decided(func, facts, inputs, args, kwargs)
             if facts.takes_masks and any(each.dtype in MASKS for each in inputs[1:]):
+                # A mode is off while it handles an operator. The parts of this one are recorded by themselves.
                 with self:
                     return without_masks(func, facts.name, args, kwargs)
             return self._kernel(func, facts, inputs, args, kwargs)

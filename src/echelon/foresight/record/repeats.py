@@ -252,6 +252,7 @@ class Repeats:
             for leaf in leaves:
                 if type(leaf) is FakeTensor:
                     number = self._memory.known(leaf)
+                    # The gradient of another argument would flow on, or be added to one that is there.
                     if number is None or (leaf.requires_grad and not (leaf.is_leaf and leaf.grad is None)):
                         return None
                     first = inputs.index(number) if number in inputs else len(inputs)
@@ -438,6 +439,7 @@ class Repeats:
         self._log.counters = call.begin.counters.plus(former.written.end, former.written.begin)
         shift = call.begin.counters.storage - former.begin.counters.storage
         call.outputs = tuple(each._replace(storage=each.storage + shift) for each in former.outputs)
+        # The graph would keep this memory until backward: the end of the storage then writes the entry.
         freed = self._freed(call)
         for number, was in zip(call.inputs, former.inputs, strict=True):
             if was in freed:
@@ -510,6 +512,7 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, repeats: Repeats, module: nn.Module, call: _Call, *_: torch.Tensor) -> Any:
         """Returns the result of a call as it was recorded."""
+        # Zeros for missing gradients would be entries that the repeated pass has not.
         ctx.set_materialize_grads(False)
         ctx.repeats, ctx.module, ctx.call = repeats, module, call
         made = repeats.results(call)
@@ -521,6 +524,7 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         """Returns the gradients of a call as they were recorded."""
+        # For repeats, module, call and leaf, which get no gradients.
         return (None, None, None, None, *ctx.repeats.repeat_backward(ctx.module, ctx.call, gradients))
 
 

@@ -156,6 +156,7 @@ class Routing:
         for tensor in tensors:
             self._filled.pop(id(tensor), None)
             if (value := self._value(tensor)) is not None:
+                # Views have the memory that was overwritten.
                 memory = value.untyped_storage().data_ptr()
                 alike = [key for key, it in self._values.items() if it.value.untyped_storage().data_ptr() == memory]
                 for key in alike:
@@ -252,6 +253,7 @@ class Routing:
                 args, kwargs = tree_map(self._on_host, (tuple(args), dict(kwargs)))
                 made = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
                 made = [value.to(each.dtype) for each, value in zip(results, made, strict=True)]
+        # An operator may refuse assumed values, such as an index beyond the last one.
         except (_UnknownError, RuntimeError, IndexError, TypeError):
             return False
         for each, value in zip(results, made, strict=True):

@@ -381,6 +381,7 @@ class _Run:
                     stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
                     stack.enter_context(Recorder(recording))
                 else:
+                    # A timed step collects its garbage as the program does by itself.
                     gc.enable()
                 try:
                     with until.watched(steps.finish) if until else nullcontext():

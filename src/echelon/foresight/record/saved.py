@@ -207,6 +207,7 @@ class CheckpointCalls:
         found = self._checkpoint(recording, os.fsdecode(f), name) if is_path else None
         if found is None:
             return original(f, *args, **kwargs)
+        # The arguments of safetensors mean nothing to torch.load.
         if original is not self._torch_load:
             args, kwargs = (), {}
         # By the file, since the name may end as one of safetensors. Its size is that of the tensors, which may be

@@ -66,6 +66,7 @@ def moved(segment: Segment, places: Iterable[Place], storages: Mapping[int, int]
     shift = _Shift(tuple(places), storages)
     for entry in segment.entries:
         if isinstance(entry, Kernel):
+            # Fast path: most entries are kernels or storages, and `_replace` takes twice the time.
             yield Kernel._make((*entry[:6], shift.storages(entry.reads), shift.storages(entry.writes), *entry[8:]))
         elif isinstance(entry, Allocate):
             yield Allocate._make((shift.storage(entry.storage), *entry[1:]))

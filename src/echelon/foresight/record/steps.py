@@ -68,6 +68,7 @@ class Steps:
         """Time at which the first steps had ended and the timed ones began."""
         self._by_optimizers = by_optimizers
         """Whether optimizers end a step. Otherwise `finish` alone does."""
+        # By weak reference: an optimizer that the program drops need not step.
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._live_at_begin: list[Allocate] = []

@@ -41,6 +41,7 @@ def _synchronized(_: Recording, original: Callable[..., Tensor], module: nn.Sync
     group = module.process_group or dist.group.WORLD
     if not module.training or group is None or group.size() == 1:
         return original(module, input)
+    # As on a GPU: mean and inverse deviation of each channel, and the count.
     statistics = input.new_empty(2 * input.shape[1] + 1, dtype=torch.float32)
     all_gather_into(group, statistics.new_empty(group.size() * statistics.numel()), statistics).wait()
     is_tracked = module.track_running_stats

@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from echelon.call_site import is_foreign
 from echelon.errors import LaunchError
 
+# Python 3.12 and 3.13 have RETURN_CONST.
 _RETURNS = ("RETURN_VALUE", "RETURN_CONST")
 
 

@@ -104,6 +104,7 @@ class RecordedFuture(Future[S]):
         """Makes the current stream wait for the communication and its callbacks."""
         log = self._log
         with log.call("wait for a future"):
+            # Callbacks have waited for the communication, so their ends come later.
             if self._ends:
                 log.entries.extend(WaitEvent(log.stream, event) for event in self._ends)
             elif self._number >= 0:

@@ -172,6 +172,7 @@ class _Files:
             return original(found or path, flags, mode, dir_fd=dir_fd)
         with unrecorded():
             path = self._target(recording, name, copies=not flags & os.O_TRUNC)
+            # The copy need not exist, though the program's file does.
             return original(path, flags | os.O_CREAT, mode)
 
     def _class_of_files(self) -> Any:
@@ -315,6 +316,7 @@ class _Files:
 
 def _keep(_: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Makes a file that is kept: it would be removed by a name that exists only for the program."""
+    # `delete` is the eighth argument.
     return original(*args[:7], **{**kwargs, "delete": False})
 
 
@@ -323,10 +325,12 @@ def _writes(mode: str) -> bool:
 
 
 def _has_opener(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    # The opener is the last argument of `open`.
     return kwargs.get("opener") is not None or any(callable(each) for each in args[-1:])
 
 
 def _is_device(path: str) -> bool:
+    # Files in /dev/shm are ordinary files in memory.
     return path.startswith("/dev/") and not path.startswith("/dev/shm/")
 
 
