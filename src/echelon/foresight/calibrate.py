@@ -121,6 +121,7 @@ def load(path: str | os.PathLike[str]) -> Device:
             raise ValueError("it is of another format")
         values["curves"] = _curves_of(values["curves"])
         if values["is_synchronous"]:
+            # The time of a kernel is looked up in these without a default.
             for name in ("add", "attention", "attention_backward", "matmul_m", "matmul_n", "matmul_k"):
                 _check_curve(name, values["curves"][name])
         for name in ("num_sms", "per_host", *["cores"] * values["is_synchronous"]):
@@ -132,6 +133,7 @@ def load(path: str | os.PathLike[str]) -> Device:
         for name in ("name", "machine", "generation"):
             if not isinstance(values[name], str):
                 raise ValueError(f"{name} is {values[name]!r}")
+        # `Device.peak_of` falls back on float32, so a file without it is refused.
         values["peak"] = MappingProxyType({"float32": values["peak"]["float32"], **values["peak"]})
         if not all(is_amount(rate) and rate > 0 for rate in values["peak"].values()):
             raise ValueError(f"peak is {dict(values['peak'])!r}")

@@ -30,6 +30,7 @@ _COPIED = 1 << 29
 """Bytes of the tensor that is copied: far more than the caches."""
 _GATHERED = 1 << 28
 """Bytes that an all-gather returns on each rank."""
+# The longer of two names comes first, since it contains the shorter one.
 _MARKS = (("H200", "h200"), ("H100", "h100"), ("A100-SXM4-40GB", "a100-40g"), ("A100", "a100"))
 """Parts of the names that CUDA gives to GPUs of the table."""
 
@@ -77,6 +78,7 @@ def calibrate_gpu() -> Device:
         attentions = {length: _attention(length, device) for length in ATTENTIONS}
         copy, kernel = _copy(device), _small_kernel(device)
     launch = _launch(device)
+    # The processes of the all-gather use this GPU as well.
     torch.cuda.empty_cache()
     gathered = max(spawn(_all_gather, num_gpus)) if num_gpus > 1 else None
     return fitted(facts, Times(products, attentions, copy, kernel, launch, gathered))
@@ -94,6 +96,7 @@ def fitted(facts: Facts, times: Times) -> Device:
         base = replace(
             DEVICES["a100"],
             peak=MappingProxyType(
+                # Ratios of the A100, by its data sheet.
                 {"bfloat16": best, "float16": best, "float8_e4m3fn": best, "float32": best / 16, "float64": best / 32}
             ),
             generation="hopper" if facts.capability >= (9, 0) else "ampere",

@@ -54,6 +54,7 @@ def check(traces: Mapping[int, Trace], classes: Sequence[int]) -> list[Problem]:
             lines.
         DeadlockError: recorded ranks wait for each other for ever. It names a line for each.
     """
+    # By their roles ranks that are not recorded are compared as well, but only within the step.
     check_collectives(traces, classes)
     whole = {rank: replace(trace, entries=trace.earlier + trace.entries) for rank, trace in traces.items()}
     check_collectives(whole)
@@ -82,6 +83,7 @@ def check_collectives(traces: Mapping[int, Trace], classes: Sequence[int] = ()) 
                 if member not in traces and not classes:
                     continue
                 other = member if member in traces else classes[member]
+                # The lower rank has compared this pair already.
                 if other in seen or (member in traces and member < rank and group in calls[member]):
                     continue
                 seen.add(other)
@@ -277,6 +279,7 @@ class _Order:
         for members in calls.values():
             self._partners.update((member, members) for member in members)
         for (src, dst, tag, is_send), mine in messages.items():
+            # A peer that is not recorded has none, and then holds up nobody.
             theirs = messages.get((src, dst, tag, not is_send), [])
             for one, other in zip(mine, theirs, strict=False):
                 self._partners[one] = [one, other]

@@ -26,6 +26,7 @@ def _facts(trace: Trace) -> Iterator[object]:
     freed: list[int] = []
     for entry in trace.entries:
         if isinstance(entry, Free):
+            # By their sizes, since ranks may number their storages differently.
             freed.append(sizes.pop(entry.storage, 0))
             continue
         # Storages that are freed together are freed in any order, such as those of autocast's cache.

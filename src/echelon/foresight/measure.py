@@ -157,11 +157,13 @@ def _reports(children: Sequence[_Child]) -> dict[int, list[float] | str]:
                 child = key.data
                 if part := child.line.recv(1 << 16):
                     texts[child] += part
+                    # It comes alone: a rank that has sent it waits for an answer.
                     if part == _MEETING:
                         waiting.add(child)
                     continue
                 selector.unregister(child.line)
                 running.remove(child)
+                # The report comes after the bytes of all meetings.
                 text = texts[child].lstrip(_MEETING)
                 found.setdefault(child.rank, json.loads(text) if text else "it died")
             if waiting == running:

@@ -155,6 +155,7 @@ def _curve(role: PlayedRole, memory: Memory, points: int) -> Curve:
     for _, interval in groupby(moments[1:], lambda moment: int(moment.seconds / width)):
         changes = list(interval)
         fullest = max(range(len(changes)), key=lambda index: changes[index].total)
+        # The stride takes two moments, or one if the fullest is the last.
         kept += changes[fullest :: len(changes) - 1 - fullest or 1]
     kept.append(kept[-1]._replace(seconds=role.seconds))
     times, reserved, samples = zip(*kept, strict=True)

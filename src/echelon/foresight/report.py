@@ -259,6 +259,7 @@ def unlike(played: Played, accuracy: Accuracy) -> str:
         return f"the shortest took {seconds_text(accuracy.shortest)}"
     kernels = [each for role in played.roles.values() for each in role.program.trace.entries if type(each) is Kernel]
     narrow = sum(each.flops for each in kernels if each.dtype in ("bfloat16", "float16"))
+    # Most of the work, because programs in 16 bits have operators in float32, such as the loss.
     if 2 * narrow < sum(each.flops for each in kernels):
         return "they compute in 16 bits"
     return ""

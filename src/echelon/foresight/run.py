@@ -223,6 +223,7 @@ class Foreseen:
         )
         traces = self.traces
         if device.machine != self.device.machine:
+            # Seconds that were measured are those of another kind of machine.
             traces = {rank: replace(trace, measured=()) for rank, trace in traces.items()}
         return replace(self, played=play(traces, self.classes, device, cluster), traces=traces, network=network)
 
@@ -377,6 +378,7 @@ def foresee(
     )
     calls = record_in_turn(request, choose).calls
     found = check(roles.traces, roles.classes)
+    # The others only confirmed a role.
     traces = {rank: roles.traces[rank] for rank in sorted(set(roles.classes))}
     if is_here:
         traces = measured(request, traces, calls, min(_MOST_AT_ONCE, max(cluster.hosts)))

@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of all inputs and outputs."""
-        return sum([size for _, size in self.reads]) + sum([size for _, size in self.writes])
+        return sum(size for _, size in (*self.reads, *self.writes))
 
 
 class Collective(NamedTuple):

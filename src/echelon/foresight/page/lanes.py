@@ -175,6 +175,7 @@ def _communication(role: PlayedRole) -> dict[str, list[Block]]:
     for (group, level), spans in role.lanes().items():
         name = group_text(trace, group)
         name = f"{name} ({level + 1})" if level else name
+        # Groups of the same ranks and name differ by their number alone.
         while name in named:
             name += "'"
         named[name] = [_call_of(trace, span) for span in spans]

@@ -104,6 +104,7 @@ class CachingAllocator:
         pool = stream, size <= SMALL
         block = self._best_fit(pool, size) or self._grow(pool, size)
         if block is None:
+            # As PyTorch does before it gives up.
             self.retries += 1
             self._give_back()
             block = self._grow(pool, size)
@@ -193,6 +194,7 @@ class CachingAllocator:
             block.before.after = block.after
         if block.after is not None:
             block.after.before = block.before
+        # A segment can only grow behind its last block.
         if self._ends.get(block.pool) is block:
             if block.before is not None:
                 self._ends[block.pool] = block.before
@@ -290,6 +292,7 @@ def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) 
         alive_at_peak=tuple(sorted(at_peak.values(), key=lambda each: -each.num_bytes)),
         fits=failure < 0,
         first_failure=failure,
+        # Those of the first step do not come again.
         retries=allocator.retries - earlier_retries,
         live=tuple(curve),
         reserved=tuple(reserved),

@@ -106,6 +106,7 @@ class Cluster:
         if self.rail_of(src) == self.rail_of(dst):
             return src
         first = self._first_of(src)
+        # A smaller host may have no NIC on that rail. Then its last one sends.
         return min(first + self.rail_of(dst), first + self.hosts[self.host_of(src)] - 1)
 
     def _first_of(self, rank: int) -> int:
@@ -127,6 +128,7 @@ class Cluster:
         if placement.num_hosts == 1:
             return self.local_bandwidth
         outward = min(placement.per_host * self.bandwidth, self.uplink)
+        # With one member on each host no link inside of a host is used.
         return outward if placement.per_host == 1 else min(self.local_bandwidth, outward)
 
 

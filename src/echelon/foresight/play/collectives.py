@@ -108,8 +108,10 @@ def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes
     if kind not in KINDS:
         raise EchelonError(f"collective {kind!r} has no formula: kinds with one are {', '.join(sorted(KINDS))}")
     if placement.num_ranks == 1:
+        # A rank alone copies, which takes time on processors.
         return Cost(measured_seconds(cluster.links, kind, 1, num_bytes) if cluster.links else 0.0, "copy", "")
     if kind == "barrier":
+        # torch's barrier on NCCL reduces one element.
         kind, num_bytes = "all_reduce", 4
     if placement.num_hosts == 1 and (seconds := measured_seconds(cluster.links, kind, placement.num_ranks, num_bytes)):
         return Cost(seconds, "measured", "")
@@ -217,9 +219,11 @@ def _nccl(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
         latency = (steps - between) * protocol.ring_local + between * remote
         if both_ways and name == "Simple" and hosts > 1:
             latency *= RING_PLATEAU
+        # Of broadcast and reduce the whole array passes between any two neighbours, of others all parts but one.
         moved = num_bytes if kind in ("broadcast", "reduce", "broadcast_rows") else num_bytes * steps / ranks
         ways = [("ring", protocol.ring_base + latency, moved, protocol.ring_share)]
         if both_ways:
+            # The ratio inside of a host is that of `ncclTopoTuneModel`.
             share = 7 / 9 if name == "LL128" and hosts == 1 else protocol.tree_share
             levels = math.ceil(math.log2(hosts))
             latency = 2 * (
@@ -274,12 +278,15 @@ def _plain(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) 
     rounds = math.ceil(math.log2(ranks))
     ways = 2 if kind == "all_reduce" else 1
     if kind in ("broadcast", "reduce", "broadcast_rows"):
+        # A tree passes the whole array in each round.
         tree = rounds * latency, rounds * num_bytes
+        # The array is scattered by a tree and gathered by a ring.
         ring = (rounds + ranks - 1) * latency, 2 * num_bytes * (ranks - 1) / ranks
     else:
         ring = ways * (ranks - 1) * latency, ways * (ranks - 1) * num_bytes / ranks
         tree = ways * rounds * latency, ways * num_bytes * (ranks - 1) / ranks
         if kind == "all_reduce":
+            # Recursive doubling: ranks exchange the whole array in each round.
             tree = rounds * latency, rounds * num_bytes
     seconds, algorithm, moving = min(
         (waiting + moved / bandwidth, name, moved / bandwidth)

@@ -123,6 +123,7 @@ class Device:
     sources: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
+        # Caches of times need a hash, which mappings do not have.
         return hash((self.name, self.matmul_share, self.attention_share, self.memory_bandwidth))
 
     def peak_of(self, dtype: str) -> float:
@@ -190,6 +191,7 @@ def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: in
     for tile in TILES:
         tiles = batch * math.ceil(m / tile.rows) * math.ceil(n / tile.columns)
         for split in SPLITS:
+            # Further parts would find no free multiprocessor, or be too short to pay for themselves.
             if split > 1 and (tiles * split > 4 * device.num_sms or k < 256 * split):
                 break
             waves = math.ceil(tiles * split / device.num_sms)

@@ -79,6 +79,7 @@ class _Fusing:
     def _flush(self) -> None:
         kernels, memory = self._kernels, self._memory
         self._kernels, self._memory = [], []
+        # A kernel alone keeps its name, by which a device may know its time.
         if len(kernels) < 2:
             self._out += [*kernels, *memory]
             return

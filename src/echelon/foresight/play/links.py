@@ -59,6 +59,7 @@ class Links(Generic[_Flow]):
         if isinstance(entry, Message):
             ways = (entry.is_send,)
             if entry.is_send and cost.nic:
+                # With rails the message may leave by the NIC of another rank of the host.
                 by = self._classes[self._cluster.nic_of(rank, entry.peer)]
         for way in ways:
             if cost.local:
@@ -76,6 +77,7 @@ class Links(Generic[_Flow]):
         """
         for link, share in shares:
             flows = self._flows[link]
+            # Members of one role have the same links, and each takes its share.
             flows[flow] = flows.get(flow, 0.0) + share
             self._loads[link] += share
         self._shares[flow] = shares
@@ -87,6 +89,7 @@ class Links(Generic[_Flow]):
         """Removes communication. Returns the others whose rates have changed, with their rates."""
         shares = self._shares.pop(flow)
         del self._rates[flow]
+        # Only links that were too full have held up others.
         full = [link for link, _ in shares if self._loads[link] > _FULL]
         for link, _ in shares:
             flows = self._flows[link]

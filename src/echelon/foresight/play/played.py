@@ -128,7 +128,9 @@ class PlayedRole:
         if not self.seconds:
             return Shares(dict.fromkeys(self.kernel_seconds, 0.0), 0.0, 0.0, 0.0, 0.0)
         computing = sum(end - start for start, end in self.computing)
+        # Kernels of several streams at once add up to more than the time in which any of them runs.
         besides_kernels = max(0.0, computing - sum(self.kernel_seconds.values()))
+        # Runs span the gaps between their launches, which are idle time and no contention.
         launching = min(besides_kernels, sum(run.launching for run in self.runs))
         exposed = sum(self.exposed.values())
         waiting = max(0.0, min(self.waiting, self.seconds - computing - exposed))
@@ -173,6 +175,7 @@ class PlayedRole:
         gaps, at, covered = self._gaps(), 0, 0.0
         for number, (start, end) in enumerate(intervals):
             begin, covered = max(start, covered), max(covered, end)
+            # Later intervals begin no earlier, so these gaps are over for them as well.
             while at < len(gaps) and gaps[at][1] <= begin:
                 at += 1
             for opening, closing in islice(gaps, at, None):
@@ -225,6 +228,7 @@ class PlayedRole:
             if stream:
                 continue
             step = steps.get(index, trace.kernel(index).phase)
+            # Ends and starts of neighbours differ by rounding.
             if spans and spans[-1].step == step and start - spans[-1].end <= 1e-9:
                 spans[-1] = Span(step, spans[-1].start, end)
             else:

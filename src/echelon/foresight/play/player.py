@@ -227,6 +227,7 @@ class _Player:
         return self._job.played({rank: self._result(role) for rank, role in self._roles.items()})
 
     def _at(self, time: float, kind: int, what: _Role | _Taken | _Gathering | _Kernels, version: int = 0) -> None:
+        # At a rate of 0 there is no end yet. The next change of the rate queues one.
         if time < math.inf:
             heappush(self._events, (time, kind, next(self._numbers), what, version))
 
@@ -237,6 +238,7 @@ class _Player:
         operations = role.program.operations
         while role.at < len(operations):
             operation = operations[role.at]
+            # A host that had to wait comes here again for the same operation.
             if len(role.hosts) == role.at:
                 role.hosts.append(role.host)
             if type(operation) is HostAwait:
@@ -244,6 +246,7 @@ class _Player:
                     role.is_waiting = True
                     return
             elif type(operation) is Post:
+                # Communication of NCCL is a kernel, too, which the host launches.
                 role.host += self._device.launch_seconds
                 self._post(role, operation)
             else:
@@ -300,6 +303,7 @@ class _Player:
             if time is None:
                 role.waiters.setdefault(key, []).append(line)
                 return False
+            # Only the time until the other sides arrive is waiting. The rest is communication.
             if operation.communication >= 0 and (met := role.met[operation.communication]) > line.time:
                 role.waits.append((line.time, met))
             line.time = max(line.time, time)
@@ -340,6 +344,7 @@ class _Player:
         line.time = max(start + run.seconds, issued + run.least)
         launching = line.time - start - run.seconds
         role.runs.append(RunSpan(run.entries, run.stream, start, line.time, launching))
+        # Gaps between launches come first: a kernel that is not launched yet holds up no other stream.
         self._at(line.time - run.seconds, _STREAM_BEGIN, role)
         self._at(line.time, _STREAM_END, role)
         return True
@@ -348,6 +353,7 @@ class _Player:
         role, run = kernels.role, kernels.run
         line = role.streams[DEFAULT_STREAM]
         role.kernels = None
+        # Kernels at full speed may still have to wait for their launches.
         line.time = max(self._now, kernels.issued + run.least)
         role.runs.append(RunSpan(run.entries, run.stream, kernels.start, line.time, line.time - self._now))
         assert line.backlog is not None
@@ -356,6 +362,7 @@ class _Player:
 
     def _rate(self, role: _Role) -> float:
         """Returns the rate of a role's kernels on the default stream."""
+        # Assumed: kernels of two streams at once take as long as one after the other, since each fills the device.
         if role.num_beside:
             return 0.0
         return math.prod([taken.left for taken in role.taken]) if role.taken else 1.0
@@ -394,6 +401,7 @@ class _Player:
         assert isinstance(operation, Post)
         entry = role.trace.communication(operation.entries[part])
         if isinstance(entry, Message):
+            # Also for a message that meets nobody, since others may follow it.
             self._arrive(role, entry, begin)
         encounter = self._matches.encounter(role.rank, entry)
         followed = None
@@ -408,6 +416,7 @@ class _Player:
         gathering.lines.append((role, line))
         gathering.start = max(gathering.start, begin)
         cost, shares = self._job.price(role.trace, entry)
+        # Groups of one form may lie on the hosts in different ways, and the slowest member holds up all.
         if gathering.cost is None or gathering.cost.seconds < cost.seconds:
             gathering.cost = cost
         gathering.shares.extend(shares)
@@ -486,6 +495,7 @@ class _Player:
         return "these wait for each other for ever: " + "; ".join(sorted(set(parts)))
 
     def _result(self, role: _Role) -> PlayedRole:
+        # One time more than operations: that of the end.
         role.hosts.append(role.host)
         return PlayedRole(
             program=role.program,

@@ -151,10 +151,12 @@ class _Player:
             asked.update(self._members[role.rank])
         for each in self._running:
             if each.is_local:
+                # A role that meets itself is a member twice, but asks for its processors once.
                 for role in {id(member): member for member, _, _ in each.members}.values():
                     asked.update(self._members[role.rank])
         cores = self._job.device.cores
         rates = {host: min(1.0, cores / count) if cores else 1.0 for host, count in asked.items()}
+        # A role stands for ranks on several hosts, of which the slowest sets the pace.
         speeds = {rank: min(rates.get(host, 1.0) for host in hosts) for rank, hosts in self._members.items()}
         of_running = [self._rate(each, speeds) for each in self._running]
         pause = min(
@@ -193,6 +195,7 @@ class _Player:
             if role.awaits:
                 if not role.awaits <= role.ended.keys():
                     return
+                # Only the time until all members have arrived is waiting. The rest is communication.
                 met = max(role.ended[entry] for entry in role.awaits)
                 if met > role.waits_since:
                     role.waits.append((role.waits_since, met))
@@ -205,6 +208,7 @@ class _Player:
             role.hosts.append(self._time)
             role.at += 1
             if isinstance(operation, Run):
+                # The host computes its kernels itself, so its own work for them comes on top.
                 role.computes, role.remaining = operation, operation.seconds + operation.host
             elif isinstance(operation, Post):
                 self._post(role, operation)
@@ -218,6 +222,7 @@ class _Player:
             elif operation.event >= 0:
                 self._wait(role, _DEFAULT_STREAM, role.events.get(operation.event, ()))
             else:
+                # Kernels have ended when the host is here, so streams can only wait for communication.
                 under_way = [posted.post.entries for queue in role.queues.values() for posted in queue]
                 self._wait(role, _DEFAULT_STREAM, chain.from_iterable(under_way))
 
@@ -246,6 +251,7 @@ class _Player:
             if found is None:
                 ranks = role.trace.groups[entry.group].ranks
                 if isinstance(entry, Message):
+                    # A receive from any source counts as local, since its sender is not known.
                     ranks = (role.rank, entry.peer if entry.peer >= 0 else role.rank)
                 is_local = self._job.cluster.placement(ranks).num_hosts == 1
                 found = _Communication(set() if encounter is None else set(encounter.members), price.cost, is_local)
@@ -256,6 +262,7 @@ class _Player:
                 self._gathering[encounter.key] = found
                 if not found.missing:
                     del self._gathering[encounter.key]
+            # Without an encounter nobody is missing, and the communication begins at once.
             if not found.missing:
                 found.begun, found.remaining = self._time, found.cost.seconds
                 self._job.links.begin(found, found.shares)

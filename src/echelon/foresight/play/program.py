@@ -156,6 +156,7 @@ class _Lowering:
             kernel: the entry.
             share: measured time of kernels and their launches, divided by the modelled one. None: not measured.
         """
+        # A run has one stream, and stands after the messages that were called before it.
         if kernel.stream != self._stream or self._batch:
             self._flush()
             self._stream = kernel.stream
@@ -197,6 +198,7 @@ class _Lowering:
             # CUDA: a wait for an event that has not been recorded does nothing.
             if entry.event in self._recorded:
                 self._operations.append(Await(entry.stream, self._recorded[entry.event], -1, index))
+        # CUDA: the host does not wait for an event that has not been recorded, either.
         elif isinstance(entry, HostWait) and (entry.event < 0 or entry.event in self._recorded):
             event = self._recorded[entry.event] if entry.event >= 0 else -1
             self._operations.append(HostAwait(entry.stream, event, index))
@@ -220,6 +222,7 @@ class _Lowering:
             messages = [entry for index in self._batch if isinstance(entry := self._trace.entries[index], Message)]
             blocking = any(message.blocking for message in messages)
             is_ordered = any(message.is_ordered for message in messages)
+            # NCCL makes one kernel of a batch, on the communicator of its group.
             queue = ("group", messages[0].group) if is_ordered else ("message", self._batch[0])
             self._post(queue, tuple(self._batch), messages[0].stream, blocking)
             self._batch = []

@@ -60,6 +60,7 @@ class Roles:
             found[role] = {}
             for index, group in enumerate(trace.groups):
                 composition = self._composition(group.ranks)
+                # Ranks of one class do the same at the same time, so nobody waits in such a group.
                 if len(composition) > 1:
                     key = composition, group.name
                     found[role][index] = meeting = Meeting(*key, counts[key])
@@ -97,6 +98,7 @@ class Roles:
         return Encounter((where, count), members, member)
 
     def _composition(self, ranks: tuple[int, ...]) -> Composition:
+        # A group of all ranks is in every trace, and takes long to count.
         known = self._compositions.get(ranks)
         if known is None:
             known = tuple(sorted(Counter([self._classes[rank] for rank in ranks]).items()))
@@ -120,6 +122,7 @@ class Roles:
         peer = self._classes[message.peer]
         mine, theirs = group.ranks.index(role), group.ranks.index(message.peer)
         for index, other in enumerate(self._traces[peer].groups):
+            # The role of the peer was recorded in another part of the grid, with its members in the same places.
             is_like = (other.name, other.number, len(other.ranks)) == (group.name, group.number, len(group.ranks))
             if is_like and other.ranks[theirs] == peer:
                 answer = message._replace(is_send=not message.is_send, peer=other.ranks[mine], group=index)
