@@ -137,7 +137,7 @@ def foresee(options: ForeseeOptions) -> int:
     if options.sweep is not None:
         return _sweep(options, options.sweep)
     # Late: it imports torch, which takes seconds that `--help` need not wait.
-    from echelon.foresight.script import foresee_script
+    from echelon.foresight.run import foresee_script
 
     program = Program(options.program, tuple(options.args or ()), is_module=options.module)
     # Standard output is JSON alone with --json.

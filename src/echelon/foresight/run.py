@@ -27,7 +27,10 @@ from echelon.foresight.report import Report, seconds_text
 from echelon.foresight.roles import Roles
 from echelon.foresight.trace import Trace
 from echelon.launch.call import rank_call
+from echelon.launch.run import Console, Program
 from echelon.simulation.network import Network
+from echelon.simulation.script.run import Failure, failure_of
+from echelon.simulation.script.script import Script
 from echelon.timeline.timeline import LazySequence, Level, Timeline
 from echelon.wording import with_article
 
@@ -384,6 +387,38 @@ def foresee(
         traces = measured(request, traces, calls, min(_MOST_AT_ONCE, max(cluster.hosts)))
     traces = {rank: fuse(trace) for rank, trace in traces.items()}
     return Foreseen(play(traces, roles.classes, device, cluster), traces, roles.classes, tuple(found), network)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a script: its step on the cluster, or its failure."""
+
+    foreseen: Foreseen | None
+    failure: Failure | None = None
+
+
+def foresee_script(program: Program, world_size: int, console: Console, **options: Any) -> Outcome:
+    """Foresees a step of a script. Blocks until it is recorded and played.
+
+    Args:
+        program: script or module.
+        world_size: number of ranks.
+        console: destination of the output of recorded ranks.
+        options: further arguments of `foresee`.
+
+    Raises:
+        EchelonError: an argument is invalid. No rank has begun.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    script = Script(program, console)
+    try:
+        with script.installed():
+            foreseen = foresee(script, world_size, **options)
+    except Exception as error:
+        if not script.has_begun:
+            raise
+        return Outcome(None, failure_of(error, script))
+    return Outcome(foreseen)
 
 
 def _device(gpu: str | Device) -> Device:
