@@ -11,19 +11,19 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from echelon._torch_private.autograd import backward_with
-from echelon._torch_private.distributed import batches_noted, ddp_checks_by, objects_packed_by
-from echelon._torch_private.modules import devices_as_on_gpu, optimizers_as_on_gpu
+from echelon._torch_private.distributed import all_gather_into, batches_noted, ddp_checks_by, objects_packed_by
+from echelon._torch_private.modules import ddp_of_sync_batch_norm, devices_as_on_gpu, optimizers_as_on_gpu
 from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
 from echelon.foresight.record.device import OnDevice, OnHost, check_gpu, mapped
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
-from echelon.foresight.record.sync_batch_norm import batch_norm_on_gpu
 
 
 class Gpu(NamedTuple):
@@ -73,7 +73,8 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             replace(dist, "is_nccl_available", _returning(True))
             wrap(torch.autocast, "__init__", _on_cpu)
             wrap(DistributedDataParallel, "__init__", _without_devices)
-            stack.enter_context(batch_norm_on_gpu())
+            wrap(nn.SyncBatchNorm, "forward", _synchronized)
+            stack.enter_context(ddp_of_sync_batch_norm())
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
         mode = OnDevice if gpu is not None else OnHost
@@ -85,7 +86,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
         stack.enter_context(objects_packed_by(partial(in_place_of, function=_with_values)))
         stack.enter_context(batches_noted(_begin_batch))
         wrap(DataLoader, "__init__", _without_workers)
-        wrap(torch.nn.Module, "_apply", _apply)
+        wrap(nn.Module, "_apply", _apply)
         wrap(torch.UntypedStorage, "resize_", _resize)
         wrap(torch.UntypedStorage, "data_ptr", _address)
         yield
@@ -328,7 +329,7 @@ def _on_cpu(
 def _apply(
     _: Recording,
     original: Callable[..., Any],
-    module: torch.nn.Module,
+    module: nn.Module,
     function: Callable[..., Any],
     recurse: bool = True,
 ) -> Any:
@@ -339,7 +340,7 @@ def _apply(
             with torch.no_grad():
                 moved = function(each)
                 if each.fake_device.type == "meta":  # as torch: it has no memory that could be replaced
-                    parameters[name] = torch.nn.Parameter(moved, each.requires_grad)
+                    parameters[name] = nn.Parameter(moved, each.requires_grad)
                     continue
                 move_fake(each, moved)
                 if each.grad is not None:
@@ -383,3 +384,48 @@ def _resize(recording: Recording, original: Callable[..., Any], storage: torch.U
     result = original(storage, size)
     recording.memory.resized(storage)
     return result
+
+
+# SyncBatchNorm refuses to run on tensors of the CPU. As by torch on GPUs, statistics of all ranks are gathered in
+# forward, and sums of gradients are added up in backward. Else it takes the time of a BatchNorm.
+
+
+class _Reduce(torch.autograd.Function):
+    """Adds up two sums for each channel in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Returns the output."""
+        ctx.group = group
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Returns the gradient."""
+        sums = gradient.new_empty(2 * gradient.shape[1], dtype=torch.float32)
+        dist.all_reduce(sums, group=ctx.group)
+        return gradient, None
+
+
+def _synchronized(_: Recording, original: Callable[..., Tensor], module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    group = module.process_group or dist.group.WORLD
+    if not module.training or group is None or group.size() == 1:
+        return original(module, input)
+    # As on a GPU: mean and inverse deviation of each channel, and the count.
+    statistics = input.new_empty(2 * input.shape[1] + 1, dtype=torch.float32)
+    all_gather_into(group, statistics.new_empty(group.size() * statistics.numel()), statistics).wait()
+    is_tracked = module.track_running_stats
+    if is_tracked and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    output = nn.functional.batch_norm(
+        input,
+        module.running_mean if is_tracked else None,
+        module.running_var if is_tracked else None,
+        module.weight,
+        module.bias,
+        True,
+        module.momentum or 0.0,
+        module.eps,
+    )
+    reduced: Tensor = _Reduce.apply(output, group)  # type: ignore[no-untyped-call]
+    return reduced
