@@ -30,6 +30,9 @@ _COPIED = 1 << 29
 """Bytes of the tensor that is copied: far more than the caches."""
 _GATHERED = 1 << 28
 """Bytes that an all-gather returns on each rank."""
+_REPEATS = 20
+_IN_GRAPH = 200
+"""Small kernels of a graph, by which its launch takes no time for each of them."""
 # The longer of two names comes first, since it contains the shorter one.
 _MARKS = (("H200", "h200"), ("H100", "h100"), ("A100-SXM4-40GB", "a100-40g"), ("A100", "a100"))
 """Parts of the names that CUDA gives to GPUs of the table."""
@@ -160,13 +163,13 @@ def _attention_flops(length: int) -> float:
 # On the device
 
 
-def _seconds(act: Callable[[], object], repeats: int = 20) -> float:
+def _seconds(act: Callable[[], object]) -> float:
     """Returns the median time of a call on the device."""
     for _ in range(3):
         act()
     event: Any = torch.cuda.Event
     turns: list[float] = []
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record()
         act()
@@ -194,16 +197,16 @@ def _copy(device: torch.device) -> float:
     return _seconds(lambda: target.copy_(source))
 
 
-def _small_kernel(device: torch.device, num: int = 200) -> float:
+def _small_kernel(device: torch.device) -> float:
     """Returns the time of a kernel on a few numbers in a CUDA graph, which launches it without the host."""
     values = torch.zeros(8, device=device)
     values.add_(1.0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(num):
+        for _ in range(_IN_GRAPH):
             values.add_(1.0)
-    return _seconds(graph.replay) / num
+    return _seconds(graph.replay) / _IN_GRAPH
 
 
 def _launch(device: torch.device) -> float:

@@ -182,10 +182,13 @@ def check_messages(traces: Mapping[int, Trace]) -> None:
     Raises:
         CollectiveMismatch: a message has no partner, or partners differ in size or dtype.
     """
-    sends, receives = _messages(traces, is_send=True), _messages(traces, is_send=False)
-    for key in sorted(sends.keys() | receives.keys()):
-        (src, dst, tag) = key
-        for send, receive in zip_longest(sends.get(key, ()), receives.get(key, ())):
+    messages: defaultdict[tuple[int, int, int], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
+    for rank, trace in traces.items():
+        for entry in trace.entries:
+            if isinstance(entry, Message) and entry.peer in traces:
+                messages[(*entry.ends(rank), entry.tag)][entry.is_send].append(entry)
+    for (src, dst, tag), (receives, sends) in sorted(messages.items()):
+        for send, receive in zip_longest(sends, receives):
             if send is not None and receive is not None:
                 if (send.num_bytes, send.dtype) != (receive.num_bytes, receive.dtype):
                     raise CollectiveMismatch(
@@ -200,15 +203,6 @@ def check_messages(traces: Mapping[int, Trace]) -> None:
                 f"{text_of(traces[rank], found)} on rank {rank} has no partner: {missing} nothing that fits it, with "
                 f"tag {tag}"
             )
-
-
-def _messages(traces: Mapping[int, Trace], *, is_send: bool) -> dict[tuple[int, int, int], list[Message]]:
-    found: defaultdict[tuple[int, int, int], list[Message]] = defaultdict(list)
-    for rank, trace in traces.items():
-        for entry in trace.entries:
-            if isinstance(entry, Message) and entry.is_send == is_send and entry.peer in traces:
-                found[(*entry.ends(rank), entry.tag)].append(entry)
-    return found
 
 
 # Order across groups

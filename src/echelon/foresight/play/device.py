@@ -154,16 +154,9 @@ class Device:
         if kernel.kind == "attention" and kernel.shape:
             queries, keys, head_dim = kernel.shape[2:]
             return attention_seconds(self, kernel.dtype, kernel.flops, queries, keys, head_dim)
-        return self.memory_seconds(kernel.name, kernel.num_bytes, kernel.launches, kernel.flops, kernel.dtype)
-
-    def memory_seconds(
-        self, name: str, num_bytes: float, launches: int = 1, flops: float = 0, dtype: str = "float32"
-    ) -> float:
-        """Returns the time of a kernel that is bound by memory, or of a group of such kernels."""
-        passes = ROUGH_PASSES.get(name, 1.0)
-        moving = passes * num_bytes / (self.memory_bandwidth * self.memory_share)
-        computing = flops / (self.peak_of(dtype) * self.matmul_share) if flops else 0.0
-        return max(moving, computing, self.kernel_seconds * launches)
+        moving = ROUGH_PASSES.get(kernel.name, 1.0) * kernel.num_bytes / (self.memory_bandwidth * self.memory_share)
+        computing = kernel.flops / (self.peak_of(kernel.dtype) * self.matmul_share) if kernel.flops else 0.0
+        return max(moving, computing, self.kernel_seconds * kernel.launches)
 
 
 @cache

@@ -264,11 +264,9 @@ def _collective(name: str, form: _Form) -> Callable[..., Any]:
         with recording.log.call(form.kind) as made:
             if any(isinstance(each, FakeTensor) for each in tensors_in(args)):
                 return self.record_collective(recording, form, args, options)
-            if form.kind == "barrier":
-                # It has no tensors, real or fake. Its ranks wait while they are recorded, and in the step.
-                self.run_collective(recording, made, form, run, args, options)
-                return self.record_collective(recording, form, args, options)
-            return self.run_collective(recording, made, form, run, args, options)
+            work = self.run_collective(recording, made, form, run, args, options)
+            # A barrier has no tensors, real or fake. Its ranks wait while they are recorded, and in the step.
+            return self.record_collective(recording, form, args, options) if form.kind == "barrier" else work
 
     call.__name__, call.__doc__ = name, f"Records or runs {form.kind}."
     return call

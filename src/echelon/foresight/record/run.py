@@ -117,12 +117,10 @@ def record(
     ranks: Sequence[int] = (0,),
     *,
     args: Sequence[object] = (),
-    steps: int = 2,
-    hosts: Sequence[int] | None = None,
     gpu: Gpu | None = Gpu(),  # noqa: B008 # it cannot be changed
     full: bool = False,
 ) -> dict[int, Trace]:
-    """Records the last of some steps of a program, on some ranks of a world. Blocks until they have ended.
+    """Records the second step of a program, on some ranks of a world with one host. Blocks until they have ended.
 
     The program runs unchanged, with tensors that have shapes but no values. Nothing is computed.
 
@@ -131,8 +129,6 @@ def record(
         world_size: number of ranks of the world.
         ranks: ranks to record. Further ranks are run if one of them needs their values, and are recorded too.
         args: arguments of `fn` without the group.
-        steps: steps to run; the first ones warm up.
-        hosts: number of each rank's host. None: all are on one.
         gpu: facts that the program may ask for. None: its hosts have no GPUs.
         full: whether all microbatches run, even those that repeat an earlier one.
 
@@ -145,7 +141,7 @@ def record(
         CollectiveMismatch: recorded ranks disagree on a collective of real values.
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
-    request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps, gpu, full=full)
+    request = Request(fn, rank_call(fn, args), (0,) * world_size, gpu=gpu, full=full)
     return record_in_turn(request, lambda traces: [] if traces else ranks).traces
 
 
