@@ -20,15 +20,17 @@ from echelon.foresight.trace import Collective, Group, Message
 if TYPE_CHECKING:
     from echelon.foresight.record.placement import Placement
     from echelon.foresight.record.repeats import Repeats
+    from echelon.foresight.record.steps import Steps
 
 
 class Recording(NamedTuple):
-    """Log, memory and known values of one rank."""
+    """Log, memory, steps and known values of one rank."""
 
     rank: int
     log: Log
     memory: Memory
     routing: Routing
+    steps: Steps
     placement: Placement | None = None
     """Known devices of the tensors. None: the host has no GPUs."""
     repeats: Repeats | None = None

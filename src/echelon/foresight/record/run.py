@@ -180,7 +180,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
                 run.torch.installed(),
                 run.calls.replaced(),
                 device_names(request.hosts.count(0), request.gpu),
-                steps_noted(run.steps_here),
+                steps_noted(),
                 no_writes(run.saved, allow_files=request.allow_writes),
                 not_compiled(),
                 nullcontext() if request.full or not can_repeat() else microbatches_repeated(),
@@ -220,7 +220,6 @@ class _Run:
         self._request = request
         self._choose = choose
         self._started: set[int] = set()
-        self._steps: dict[int, Steps] = {}
         self._errors: dict[int, BaseException] = {}
         self._failures: list[RankFailure] = []
         self._backends: list[RecordingBackend] = []
@@ -250,11 +249,6 @@ class _Run:
             self._world.scheduler.forget()
             self._errors.clear()
         return Records(dict(sorted(self.traces.items())), self.answers)
-
-    def steps_here(self) -> Steps | None:
-        """Returns the steps of the calling thread's rank. None in other threads."""
-        scheduler = self._world.scheduler
-        return self._steps.get(scheduler.current().rank) if scheduler.is_running_here() else None
 
     def _note_group(self, group: Any, asked: str) -> None:
         """Notes whether the times of a group's backend are modelled, and whether it takes tensors of the host."""
@@ -345,6 +339,21 @@ class _Run:
         self._num_left += 1
         return self._world.scheduler.add(rank, functools.partial(self._run_rank, rank))
 
+    def _recording(self, rank: int) -> Recording:
+        """Returns a new recording of a rank."""
+        request = self._request
+        clock = time.thread_time if request.timing is None else request.timing.clock
+        num_gpus = 0 if request.gpu is None else request.hosts.count(0)
+        log = Log(Calls(request.answers, clock, request.keeps_calls), num_gpus)
+        memory, routing = Memory(log), Routing(log.assume)
+        repeats = None
+        # Calls are compared with those of real tensors, where all microbatches run.
+        if can_repeat() and not request.full and not request.keeps_calls and request.timing is None:
+            repeats = Repeats(log, memory, request.steps)
+        steps = Steps(log, memory, request.steps, not request.until, request.timing, repeats)
+        placement = None if request.gpu is None or request.timing is not None else Placement(log, memory)
+        return Recording(rank, log, memory, routing, steps, placement, repeats)
+
     def _run_rank(self, rank: int) -> None:
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # from a build without NCCL
@@ -356,22 +365,12 @@ class _Run:
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            timing = self._request.timing
-            clock = time.thread_time if timing is None else timing.clock
-            num_gpus = 0 if self._request.gpu is None else self._request.hosts.count(0)
-            log = Log(Calls(self._request.answers, clock, self._request.keeps_calls), num_gpus)
-            memory, routing = Memory(log), Routing(log.assume)
+            recording, timing = self._recording(rank), self._request.timing
+            log, steps, repeats = recording.log, recording.steps, recording.repeats
             until = Until(self._request.until) if self._request.until else None
-            repeats = None
-            # Calls are compared with those of real tensors, where all microbatches run.
-            if can_repeat() and not self._request.full and not self._request.keeps_calls and timing is None:
-                repeats = Repeats(log, memory, self._request.steps)
-            steps = self._steps[rank] = Steps(log, memory, self._request.steps, until is None, timing, repeats)
-            placement = None if self._request.gpu is None or timing is not None else Placement(log, memory)
-            recording = Recording(rank, log, memory, routing, placement, repeats)
             with provide(group), self.torch.rank(group), recorded(recording), ExitStack() as stack:
                 if timing is None:
-                    Modules(log, placement).watch()
+                    Modules(log, recording.placement).watch()
                     stack.enter_context(taking_fake_tensors())
                     stack.enter_context(recorded_tensors())
                     stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
@@ -392,7 +391,7 @@ class _Run:
                 raise until.missing(rank)
             if steps.entries is None and repeats is not None and repeats.num_repeated:
                 raise NotRepeated  # no step was kept, of which the last microbatch had to run
-            if num_gpus > 1 and not log.has_chosen_gpu and dist.is_initialized():
+            if log.num_gpus > 1 and not log.has_chosen_gpu and dist.is_initialized():
                 log.assumptions.of(
                     "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
                 )
@@ -409,14 +408,10 @@ class _Run:
                 self._world.scheduler.is_ending = True
                 self._world.scheduler.cancel()
         finally:
-            self._end(rank)
-
-    def _end(self, rank: int) -> None:
-        self._num_left -= 1
-        self._steps.pop(rank, None)
-        if self._num_left == 0:
-            self._world.scheduler.is_ending = True
-            self._world.scheduler.cancel()
+            self._num_left -= 1
+            if self._num_left == 0:
+                self._world.scheduler.is_ending = True
+                self._world.scheduler.cancel()
 
     def _error(self) -> BaseException | None:
         if self.calls.thread_error:  # the ranks may have failed because of it

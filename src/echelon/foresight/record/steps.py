@@ -13,6 +13,7 @@ from unittest.mock import patch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from echelon.foresight.record.here import Recording, in_place_of, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.trace import Allocate, Entry, Order, Trace
@@ -174,28 +175,26 @@ def _has_parameters(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def steps_noted(steps_here: Callable[[], Steps | None]) -> Iterator[None]:
-    """Inside, optimizers note their steps in the `Steps` of the calling thread, if it has one."""
+def steps_noted() -> Iterator[None]:
+    """Inside, optimizers of recorded ranks note their steps."""
 
     def before(optimizer: Optimizer, *_: Any) -> None:
-        if (steps := steps_here()) is not None:
-            steps.begin(optimizer)
+        if (recording := recording_here()) is not None:
+            recording.steps.begin(optimizer)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        if (steps := steps_here()) is not None:
-            steps.end(optimizer)
-
-    original = Optimizer.__init__
-
-    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if (steps := steps_here()) is not None:
-            steps.made(self)
+        if (recording := recording_here()) is not None:
+            recording.steps.end(optimizer)
 
     hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
-        with patch.object(Optimizer, "__init__", made):
+        with patch.object(Optimizer, "__init__", in_place_of(Optimizer.__init__, _make)):
             yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _make(recording: Recording, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    original(optimizer, *args, **kwargs)
+    recording.steps.made(optimizer)
