@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,17 @@ class _Sent(NamedTuple):
     values: Tensor | None
     """None for a fake tensor."""
     note: str
+
+
+class _Expected(NamedTuple):
+    """A receive, as the program has posted it; see `Messages.irecv`."""
+
+    tag: Tag
+    number: int = -1
+    """Number of its entry. -1: it has none yet."""
+    out: Tensor | None = None
+    note: str | None = ""
+    must_fit: bool = True
 
 
 _UNKNOWN = _Sent(-1, torch.Size(), torch.float32, None, "")
@@ -215,11 +227,8 @@ class RecordingMessages(Messages):
         with _call("receive") as made:
             if isinstance(out, FakeTensor):
                 number = self._record(False, src, tag, out)
-
-            def make(message: _Sent) -> tuple[object, _Sent]:
-                return self._take(message, tag, number, out, note, must_fit)
-
-            return self._begin(made, {src: src}, tag, make)
+            expected = _Expected(tag, number, out, note, must_fit)
+            return self._begin(made, {src: src}, tag, partial(self._take, expected))
 
     def irecv_any(  # noqa: D102
         self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
@@ -228,7 +237,7 @@ class RecordingMessages(Messages):
         tag = Tag.of(tag)
 
         def make(message: _Sent) -> tuple[object, _Sent]:
-            tensor, message = self._take(message, tag, -1, None, note, True)
+            tensor, message = self._take(_Expected(tag, note=note), message)
             return Received(tensor, sources[message.src], tag.step), message
 
         with _call("receive") as made:
@@ -247,28 +256,18 @@ class RecordingMessages(Messages):
             self._undelivered.receive(receipt)
         return receipt
 
-    def _take(
-        self, message: _Sent, tag: Tag, number: int, out: Tensor | None, note: str | None, must_fit: bool
-    ) -> tuple[Tensor, _Sent]:
+    def _take(self, expected: _Expected, message: _Sent) -> tuple[Tensor, _Sent]:
         """Returns the tensor of a message, and the message; see `_taken`."""
         with _call("taken") as made:
             if made is not None and made.is_answered:
                 message = made.values
             elif made is not None:
                 made.values = message
-            return self._taken(message, tag, number, out, note, must_fit), message
+            return self._taken(expected, message), message
 
-    def _taken(
-        self, message: _Sent, tag: Tag, number: int, out: Tensor | None, note: str | None, must_fit: bool
-    ) -> Tensor:
-        """Returns a message's tensor, in the receiver's thread.
-
-        Args:
-            message: the message.
-            tag: its tag.
-            number: number of the receive's entry. -1: it has none yet.
-            out, note, must_fit: as in `irecv`.
-        """
+    def _taken(self, expected: _Expected, message: _Sent) -> Tensor:
+        """Returns a message's tensor, in the receiver's thread."""
+        tag, number, out, note, must_fit = expected
         theirs = describe(message.shape, message.dtype)
         if note is not None and note != message.note:
             raise CollectiveMismatch(f"rank {message.src} is in {message.note or theirs}, rank {self.rank} in {note}")

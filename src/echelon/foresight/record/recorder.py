@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,24 @@ _SMALL = 1 << 16
 """Elements up to which real tensors stay real in an operation that takes no fake one."""
 
 
+class _Operation(NamedTuple):
+    """Operator with its arguments."""
+
+    func: Any
+    facts: Operator
+    inputs: Sequence[Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def written(self) -> list[Tensor]:
+        """Returns the tensors that it changes."""
+        values = [
+            self.args[each] if isinstance(each, int) and each < len(self.args) else self.kwargs.get(str(each))
+            for each in self.facts.writes
+        ]
+        return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
 class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of the thread in which it is active. A mode of fake tensors must be active below it."""
 
@@ -92,7 +110,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         facts = operator(func)
         inputs = list(tensors_in(args))
         inputs += tensors_in(kwargs.values()) if kwargs else ()
-        if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(facts, inputs, kwargs):
+        operation = _Operation(func, facts, inputs, args, kwargs)
+        if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(operation):
             with real_tensors():
                 return func(*args, **kwargs)
         if facts.role == "view":
@@ -108,12 +127,12 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             return out
         if facts.role == "kernel":
             if decides_shape(func):
-                return self._decided(func, facts, inputs, args, kwargs)
+                return self._decided(operation)
             if facts.takes_masks and any(each.dtype in MASKS for each in inputs[1:]):
                 # A mode is off while it handles an operator. The parts of this one are recorded by themselves.
                 with self:
                     return without_masks(func, facts.name, args, kwargs)
-            return self._kernel(func, facts, inputs, args, kwargs)
+            return self._kernel(operation)
         if facts.role == "collective":
             return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
         return self._read(facts, args)
@@ -156,22 +175,20 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
         return kind(number not in self._of_overflow)
 
-    def _decided(
-        self, func: Any, facts: Operator, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _decided(self, operation: _Operation) -> Any:
         """Records an operator whose results have a shape that depends on values. The host waits for that shape."""
+        func, _, inputs, args, kwargs = operation
         device = inputs[0].device
         with without_functions():
             before = [self.memory.number(each) for each in inputs]
         out = self.routing.made(func, args, kwargs, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
         with without_functions():
-            self._enter(facts, inputs, before, args, kwargs, out)
+            self._enter(operation, before, out)
         self.log.entries.append(HostWait(self.log.stream, -1, self.log.place()))
         return out
 
-    def _kernel(
-        self, func: Any, facts: Operator, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _kernel(self, operation: _Operation) -> Any:
+        func, facts, inputs, args, kwargs = operation
         number = self.memory.number
         # Before the operation, so that the memory of a new input counts before that of its outputs.
         with without_functions():
@@ -180,29 +197,21 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             where = None if placement is None else placement.of_results(facts.name, inputs, before)
         out = self._results.run(func, args, kwargs)
         with without_functions():
-            self._enter(facts, inputs, before, args, kwargs, out, where)
+            self._enter(operation, before, out, where)
             if placement is not None:
                 placement.resulted(tensors_in((out,)), before, where)
                 if where == GPU and facts.writes and not placement.takes_both(facts.name):
-                    placement.written(_written(facts, args, kwargs))
+                    placement.written(operation.written())
         if self.routing.concerns(func, inputs, bool(facts.writes)):
-            self.routing.follow(func, inputs, _written(facts, args, kwargs), args, kwargs, out)
+            self.routing.follow(func, inputs, operation.written(), args, kwargs, out)
         return out
 
-    def _enter(
-        self,
-        facts: Operator,
-        inputs: Sequence[Tensor],
-        before: Sequence[int],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        where: Where = None,
-    ) -> None:
+    def _enter(self, operation: _Operation, before: Sequence[int], out: Any, where: Where = None) -> None:
         """Writes a kernel into the log, unless it is known to run on the host.
 
         `before` has the storages of its inputs, and `where` the device of its results.
         """
+        _, facts, inputs, args, kwargs = operation
         log, number = self.log, self.memory.number
         outputs = [out] if isinstance(out, Tensor) else list(tensors_in((out,)))
         if facts.into_a_part:
@@ -210,7 +219,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         after = [number(each) for each in outputs]
         if facts.may_return_view and not facts.writes and all(key in before for key in after):
             return  # as `contiguous` of a contiguous tensor
-        written = _written(facts, args, kwargs) if facts.writes else ()
+        written = operation.written() if facts.writes else ()
         for each in written:
             self.memory.resized(each.untyped_storage())
         if not inputs and not outputs:
@@ -253,8 +262,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
+def _is_on_host(operation: _Operation) -> bool:
     """Whether an operation without fake tensors computes with values of the host."""
+    _, facts, inputs, _, kwargs = operation
     if inputs and facts.name != "lift_fresh":
         small = all(each.numel() <= (1 if each.is_floating_point() else _SMALL) for each in inputs)
         return small or _of_own(sys._getframe(2)) is not None
@@ -282,13 +292,6 @@ def _of_own(frame: FrameType | None) -> str | None:
             return None
         frame = frame.f_back
     return None
-
-
-def _written(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    values = [
-        args[each] if isinstance(each, int) and each < len(args) else kwargs.get(str(each)) for each in facts.writes
-    ]
-    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def _by_storage(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, int]:
