@@ -87,7 +87,8 @@ def check_collectives(traces: Mapping[int, Trace], classes: Sequence[int] = ()) 
                 if other in seen or (member in traces and member < rank and group in calls[member]):
                     continue
                 seen.add(other)
-                theirs = _counterpart(calls[other], group, other - member)
+                shifted = group._replace(ranks=tuple(each + other - member for each in group.ranks))
+                theirs = calls[other].get(shifted)
                 if theirs is None:
                     if member not in traces:
                         continue  # the role has no group of this form
@@ -102,10 +103,6 @@ def _by_group(trace: Trace) -> dict[Group, list[Collective]]:
         if isinstance(entry, Collective) and len(trace.groups[entry.group].ranks) > 1:
             found.setdefault(trace.groups[entry.group], []).append(entry)
     return found
-
-
-def _counterpart(calls: Mapping[Group, list[Collective]], group: Group, shift: int) -> list[Collective] | None:
-    return calls.get(Group(tuple(rank + shift for rank in group.ranks), group.name, group.number))
 
 
 class _Side(NamedTuple):

@@ -114,14 +114,14 @@ class Report:
     def to_json(self) -> dict[str, object]:
         """Returns the figures as plain values: seconds, bytes, and shares from 0 to 1."""
         played, fullest = self.played, self.memory[self.fullest]
-        accuracy = accuracy_of(played)
+        accuracy, ranks = accuracy_of(played), range(played.world_size)
         return {
             "title": self.title,
             "gpu": played.device.name,
             "world_size": played.world_size,
             "hosts": list(played.cluster.hosts),
             "network": self.network,
-            "roles": {str(rank): sum(played.classes[each] == rank for each in self._ranks) for rank in played.roles},
+            "roles": {str(rank): sum(played.classes[each] == rank for each in ranks) for rank in played.roles},
             "step_seconds": played.seconds,
             "tokens_per_second": self.tokens / played.seconds if self.tokens and played.seconds else None,
             "mfu": played.mfu,
@@ -147,10 +147,6 @@ class Report:
             "not_modelled": list(NOT_MODELLED),
             "accuracy": None if accuracy is None else accuracy._asdict() | {"unlike": unlike(played, accuracy)},
         }
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.played.world_size)
 
     @property
     def _slowest(self) -> PlayedRole:

@@ -146,8 +146,10 @@ class PlayedRole:
         arrived does not count.
         """
         found: dict[Exposed, float] = defaultdict(float)
+        trace = self.program.trace
         for span, start, end in self.exposed_parts:
-            found[self._name_of(span)] += end - start
+            entry = trace.communication(span.entry)
+            found[Exposed(group_text(trace, entry.group), trace.line(entry, ""))] += end - start
         return dict(found)
 
     @cached_property
@@ -194,11 +196,6 @@ class PlayedRole:
         if self.seconds > last:
             gaps.append((last, self.seconds))
         return gaps
-
-    def _name_of(self, span: CommunicationSpan) -> Exposed:
-        trace = self.program.trace
-        entry = trace.communication(span.entry)
-        return Exposed(group_text(trace, entry.group), trace.line(entry, ""))
 
     def kernel_times(self) -> Iterator[KernelTime]:
         """Yields the kernels with their times, by their runs."""

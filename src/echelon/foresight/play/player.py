@@ -178,6 +178,11 @@ class _Role:
         """All streams and queues."""
         return [*self.streams.values(), *self.queues.values()]
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether something waits, after the last event."""
+        return self.at < len(self.program.operations) or any(line.backlog is not None for line in self.lines)
+
 
 # Order of events at the same time: ends make room before the next work begins.
 _END, _STREAM_END, _STREAM_BEGIN, _TAKE, _BEGIN = range(5)
@@ -221,8 +226,7 @@ class _Player:
             else:
                 self._end(what)
             self._wake_all()
-        waiting = [role for role in self._roles.values() if self._is_stuck(role)]
-        if waiting:
+        if waiting := [role for role in self._roles.values() if role.is_stuck]:
             raise DeadlockError(self._explain(waiting))
         return self._job.played({rank: self._result(role) for rank, role in self._roles.items()})
 
@@ -476,9 +480,6 @@ class _Player:
             self._at(gathering.end, _END, gathering, gathering.version)
 
     # Results
-
-    def _is_stuck(self, role: _Role) -> bool:
-        return role.at < len(role.program.operations) or any(line.backlog is not None for line in role.lines)
 
     def _explain(self, waiting: Sequence[_Role]) -> str:
         """Returns one sentence for each communication that waits for members."""

@@ -137,11 +137,6 @@ def _parsed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
-    """Returns the tensor itself, for a function that changes its memory alone."""
-    return args[0]
-
-
 def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
     """Returns the tensor on the GPU: for torch the same, unless it is known to stay on the host."""
     for each in (*args[1:], *kwargs.values()):
@@ -152,10 +147,6 @@ def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if (recording := recording_here()) is not None and recording.placement is not None:
         return recording.placement.moved(args[0], args[0], to_gpu=True)
     return args[0]
-
-
-def _true(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
-    return True
 
 
 def _values(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
@@ -354,8 +345,8 @@ _SPECIAL: dict[str, _Special] = {
     "_parse_to": _parsed,
     "cuda": _moved_to_gpu,
     "histc": _histogram,
-    "pin_memory": _first,
-    "is_pinned": _true,
+    "pin_memory": lambda _, args, __: args[0],
+    "is_pinned": lambda *_: True,
     "scaled_dot_product_attention": _attention,
 }
 """Functions of torch that do something else on a GPU, by name."""

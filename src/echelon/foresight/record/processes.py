@@ -171,7 +171,7 @@ class Children:
                 found = self._record(rank)
                 to_parent.tell_modules()
                 _flush()
-                printed = [_content(file.fileno()) for file in (out, errors)]
+                printed = [pread(file.fileno(), fstat(file.fileno()).st_size, 0) for file in (out, errors)]
                 saved = [tuple(each) for each in found.saved]
                 told = ("trace", packed(found.trace), list(found.facts.items()), saved, printed)
                 line.send_bytes(marshal.dumps(told))
@@ -222,10 +222,6 @@ def _import(names: Sequence[str]) -> None:
         if name not in sys.modules:
             with suppress(ImportError):  # some modules of torch are not files
                 importlib.import_module(name)
-
-
-def _content(file: int) -> bytes:
-    return pread(file, fstat(file).st_size, 0)
 
 
 _KINDS: tuple[type[Entry], ...] = get_args(Entry)

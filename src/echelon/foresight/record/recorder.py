@@ -159,7 +159,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             log.assume("no value is infinite or not a number")
         else:
             log.assume(f"a value of a tensor is {'true' if args[0].dtype == torch.bool else 1}")
-        return self._assumed(args[0].dtype, number)
+        kind = bool if args[0].dtype == torch.bool else float if args[0].dtype.is_floating_point else int
+        return kind(number not in self._of_overflow)
 
     def _count_reads(self) -> None:
         """Counts the flags that one line reads in a row. Raises UnsupportedOp if it seems to be a loop without end."""
@@ -170,10 +171,6 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 f"a loop at {self.log.line()} goes on for {_MOST_READS:,} rounds, since values of recorded tensors are "
                 "assumed to be true: let it end by a number of rounds, too"
             )
-
-    def _assumed(self, dtype: torch.dtype, number: int) -> object:
-        kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
-        return kind(number not in self._of_overflow)
 
     def _decided(self, operation: _Operation) -> Any:
         """Records an operator whose results have a shape that depends on values. The host waits for that shape."""

@@ -117,7 +117,7 @@ class CheckpointCalls:
 
     def of_store(self) -> AbstractContextManager[object]:
         """Returns a context in which `Store.save` is skipped."""
-        _, save = replaced(Store.save, skip, name="Store.save", result=_handle)
+        _, save = replaced(Store.save, skip, name="Store.save", result=lambda: Handle(0, lambda: None, lambda: True))
         return patch.object(Store, "save", save)
 
     def find(self, recording: Recording, path: str) -> str | None:
@@ -257,7 +257,3 @@ def _done() -> Any:
     future: Future[None] = Future()
     future.set_result(None)
     return future
-
-
-def _handle() -> Handle:
-    return Handle(0, lambda: None, lambda: True)

@@ -82,7 +82,7 @@ class RecordedWork(EchelonWork):
         future.set_result(self.result())
         # DDP's reducer waits in C++ for the futures of its buckets, which calls nothing here.
         if is_in_backward() and not self._is_waited_for:
-            at_end_of_backward(future.join, _nothing)
+            at_end_of_backward(future.join, lambda: None)
         self._waited()
         return future
 
@@ -132,6 +132,3 @@ class RecordedFuture(Future[S]):
         finally:
             log.stream = outer
         return after
-
-
-def _nothing() -> None: ...
