@@ -249,6 +249,7 @@ def _attention_acts(length: int) -> list[Act]:
 def _curves() -> dict[str, list[tuple[float, float]]]:
     curves: dict[str, list[tuple[float, float]]] = {}
     for elements in _SIZES:
+        # A call touches about three tensors of float32: 12 bytes for each element.
         copies = [_acts(elements) for _ in range(max(1, min(64, _NEAR // (12 * elements))))]
         for number, kernel in enumerate(_recorded(partial(_acts, elements))):
             seconds = _seconds([acts[number] for acts in copies])

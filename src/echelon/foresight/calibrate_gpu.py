@@ -216,6 +216,7 @@ def _launch(device: torch.device) -> float:
 
     def step() -> None:
         model(inputs).sum().backward()
+        # Otherwise the next backward adds to gradients, by kernels that the count below leaves out.
         for each in model.parameters():
             each.grad = None
 

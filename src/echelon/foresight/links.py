@@ -76,7 +76,9 @@ def _collectives() -> Mapping[str, Act]:
 
 def _tensors(size: int) -> list[Tensor]:
     num_ranks = dist.get_world_size()
+    # All ranks have equal parts in all_gather and reduce_scatter.
     elements = max(1, size // 4 // num_ranks) * num_ranks
+    # They take turns, so that no call finds its tensor in a near cache.
     return [torch.ones(elements) for _ in range(max(1, min(8, (64 << 20) // size)))]
 
 
@@ -108,6 +110,7 @@ def _collective(act: Act, size: int, share: float) -> float:
         if work is not None:
             work.wait()
         turns.append((time.perf_counter() - begin) * share - own)
+    # A median of differences may be negative, but times of a curve are above 0.
     return max(1e-7, torch.cat(_of_all_ranks(turns)).median().item())
 
 

@@ -165,6 +165,7 @@ def _reports(children: Sequence[_Child]) -> dict[int, list[float] | str]:
                 running.remove(child)
                 # The report comes after the bytes of all meetings.
                 text = texts[child].lstrip(_MEETING)
+                # A rank may run several times, and its first report counts.
                 found.setdefault(child.rank, json.loads(text) if text else "it died")
             if waiting == running:
                 for child in waiting:

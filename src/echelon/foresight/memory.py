@@ -157,6 +157,7 @@ def _curve(role: PlayedRole, memory: Memory, points: int) -> Curve:
         fullest = max(range(len(changes)), key=lambda index: changes[index].total)
         # The stride takes two moments, or one if the fullest is the last.
         kept += changes[fullest :: len(changes) - 1 - fullest or 1]
+    # The last moment lasts until the end of the step.
     kept.append(kept[-1]._replace(seconds=role.seconds))
     times, reserved, samples = zip(*kept, strict=True)
     stack = zip(KINDS, zip(*samples, strict=True), strict=True)
@@ -252,6 +253,7 @@ def _mark_peak(axes: Axes, times: list[float], stack: list[list[float]], memory:
     if not totals:
         return
     peak = max(range(len(totals)), key=totals.__getitem__)
+    # The text would end outside of the picture.
     is_late = times[peak] > 0.6 * times[-1]
     axes.plot(times[peak], totals[peak], marker="o", markersize=3.5, color=_INK)
     axes.annotate(

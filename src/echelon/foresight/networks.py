@@ -52,5 +52,6 @@ def cluster_of(
         oversubscription=oversubscription,
         generation=device.generation,
         links=links,
+        # Measured links include the work of the hosts already.
         overheads={} if links else device.links.get("loopback", {}),
     )

@@ -258,6 +258,7 @@ class Roles:
     def _drawn(self, ranks: Sequence[int], others: Collection[int]) -> set[int]:
         """Returns one random rank that is neither recorded nor one of `others`. Empty if there is none."""
         left = sorted(self._unrecorded(ranks) - set(others))
+        # By the seed and the candidates alone, so that two runs record the same ranks.
         drawn = {random.Random(f"{self.seed} {left[0]}").choice(left)} if left else set()
         self._random |= drawn
         return drawn

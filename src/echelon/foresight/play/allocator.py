@@ -322,6 +322,7 @@ def _warm_up(allocator: CachingAllocator, trace: Trace) -> int:
         elif type(change) is Free:
             allocator.free(change.storage)
             used.discard(change.storage)
+        # The state of most optimizers is made in their first step.
         elif later and type(change) is Kernel and change.phase == "optimizer":
             allocate(later, index)
             later = []

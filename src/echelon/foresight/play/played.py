@@ -133,6 +133,7 @@ class PlayedRole:
         # Runs span the gaps between their launches, which are idle time and no contention.
         launching = min(besides_kernels, sum(run.launching for run in self.runs))
         exposed = sum(self.exposed.values())
+        # A stream may wait while communication of another one is exposed, and counts as that.
         waiting = max(0.0, min(self.waiting, self.seconds - computing - exposed))
         idle = launching + max(0.0, self.seconds - computing - exposed - waiting)
         kernels = {kind: seconds / self.seconds for kind, seconds in self.kernel_seconds.items()}

@@ -268,6 +268,7 @@ class _Player:
                 return False
             role.host = max(role.host, time)
             return True
+        # Fast path: without a look at each line.
         if wait.stream < 0 and role.num_waiting:
             return False
         lines = role.lines if wait.stream < 0 else [role.streams[wait.stream]]
@@ -428,6 +429,7 @@ class _Player:
             taken = _Taken(role, 1.0 - self._communication_share * cost.blocks)
             gathering.taken.append(taken)
             self._at(begin, _TAKE, taken)
+        # A message whose other side meets another rank starts with that side.
         if followed is not None:
             assert isinstance(entry, Message)
             self._follow(role, gathering, entry, followed)

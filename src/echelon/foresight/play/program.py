@@ -192,6 +192,7 @@ class _Lowering:
             if entry.number in self._posted:
                 self._operations.append(Await(entry.stream, -1, self._posted[entry.number], index))
         elif isinstance(entry, RecordEvent):
+            # Later waits mean this recording, as in CUDA.
             event = self._recorded[entry.event] = len(self._operations)
             self._operations.append(Mark(entry.stream, event))
         elif isinstance(entry, WaitEvent):

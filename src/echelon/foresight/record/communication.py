@@ -101,6 +101,7 @@ class RecordedGroup(EchelonProcessGroup):
     def described(self) -> Group:
         """Group of the trace."""
         description = self.getGroupDesc()
+        # torch itself gives these descriptions, which name nothing.
         name = "" if description in ("undefined", "default_pg", "mesh_default") else description.removeprefix("mesh_")
         return Group(self.ranks, name, self._number)
 
@@ -160,6 +161,7 @@ class RecordedGroup(EchelonProcessGroup):
                 continue
             if len(self.ranks) > 1 and (name := called_by_program()):
                 recording.log.assume(f"all ranks contribute the same value to {name}")
+            # Mean, minimum and maximum of equal values are the value itself.
             if op == "sum":
                 with real_tensors():
                     set_known_value(tensor, value * len(self.ranks))
@@ -190,6 +192,7 @@ class RecordedGroup(EchelonProcessGroup):
         mail = backend.exchange.mail
         with real_tensors():
             if is_send:
+                # A copy, because the program may change its tensor before the receiver gets it.
                 mail.send(route, tensor.detach().clone())
             elif (value := mail.receive(backend.boundary, backend.timeout, route, mail.next_of(route))) is not None:
                 tensor.copy_(value.reshape(tensor.shape))
@@ -206,6 +209,7 @@ class RecordedGroup(EchelonProcessGroup):
         if is_send:
             mail.send(route, known_value(tensor))
             return None
+        # Now, not at the wait: receives get the values in the order in which they were posted.
         number = mail.next_of(route)
 
         def settle() -> None:
@@ -222,6 +226,7 @@ class RecordedGroup(EchelonProcessGroup):
         recording.memory.number(tensor)
         self._check_place(recording, (tensor,))
         if not is_send:
+            # Its former values are overwritten.
             recording.routing.drop([tensor])
         peer_in_world, batch = self.ranks[peer] if peer >= 0 else -1, log.next_of_batch()
         number = recording.message(is_send, peer_in_world, self.described, tag, tensor, batch=batch)

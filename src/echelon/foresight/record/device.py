@@ -236,6 +236,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(low) for each in (query, key, value))
     is_half = query.dtype in (torch.float16, torch.bfloat16)
+    # The program may have disabled it, as by torch.nn.attention.sdpa_kernel.
     flash_is_enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
     widths = {each.shape[-1] for each in (query, key, value)}
     if mask is None and is_half and len(widths) == 1 and max(widths) <= _FLASH_WIDTH and flash_is_enabled:

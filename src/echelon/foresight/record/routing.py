@@ -227,6 +227,7 @@ class Routing:
     def _choose(self, position: int, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         source, indices = args[0], out if isinstance(out, Tensor) else out[1]
         dim = args[position] if 0 < position < len(args) else kwargs.get("dim", None if position == 1 else -1)
+        # Without a dimension the choice is among all elements, and says nothing of experts.
         if dim is None or not source.ndim or not indices.numel() or indices.numel() > _MOST:
             return
         dim %= source.ndim

@@ -350,6 +350,7 @@ def _ending_at_once(original: Callable[..., None]) -> Callable[..., None]:
         words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
         recording.log.skip(f"the process {shlex.join(map(os.fsdecode, words))}")
         kwargs = {**kwargs, "shell": False, "executable": None, "cwd": None}
+        # Further arguments say how to start the program that was meant.
         original(self, [sys.executable, "-S", "-E", "-c", ""], *rest[:1], **kwargs)
 
     return init
