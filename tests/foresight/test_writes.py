@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import load as load_distributed
 from torch.distributed.checkpoint import save as save_distributed
 
 from echelon import UnsupportedOp
+from echelon.checkpoint.store import Store
 from echelon.foresight.record.run import Request, record, record_in_turn
 from echelon.launch.call import rank_call
 from tests.foresight import programs
@@ -408,8 +409,12 @@ def test_arguments_may_be_named(tmp_path):
         os.renames(old=tmp_path / "a.safetensors", new=tmp_path / "b.safetensors")
         assert load_file(filename=tmp_path / "b.safetensors")["a"].shape == (2,)
         assert os.listdir(path=tmp_path / "folder") == []
+        # Names of the replacements' own arguments.
+        Store(tmp_path / "store").save(1, name=state, result=state, recording=state, original=state, function=state)
+        double = torch.compile(lambda recording, function: recording + function)
+        double(recording=state["a"], function=state["a"])
 
-    assert len(record(program, 1)[0].skipped) == 5
+    assert len(record(program, 1)[0].skipped) == 6
     assert not any(tmp_path.iterdir())
 
 

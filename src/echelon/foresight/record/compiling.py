@@ -47,6 +47,6 @@ def _marked(model: Any) -> Any:
     return in_place_of(model, _run_compiled)
 
 
-def _run_compiled(recording: Recording, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_compiled(recording: Recording, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with recording.log.compiling():
         return function(*args, **kwargs)

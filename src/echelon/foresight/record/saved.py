@@ -17,7 +17,7 @@ from echelon.checkpoint.store import Store
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.here import Recording
 from echelon.foresight.record.overlay import Scratch
-from echelon.foresight.record.writer import replaced, skip, unrecorded
+from echelon.foresight.record.writer import nothing, replaced, skip, unrecorded
 
 _NOT_READ = "it cannot be read back: load one that exists before the script is foreseen, or none"
 """Advice for a checkpoint that is not there."""
@@ -92,32 +92,30 @@ class CheckpointCalls:
 
     def replacements(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Yields the functions with their replacements."""
-        yield replaced(torch.save, self._save, name="torch.save")
-        yield replaced(torch.load, self._load, name="torch.load")
+        yield replaced(torch.save, self._save, "torch.save", _itself)
+        yield replaced(torch.load, self._load, "torch.load")
         dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-        for name, result in (("save", lambda: None), ("async_save", _done)):
-            yield replaced(
-                getattr(dcp, name), self._save_apart, name=f"torch.distributed.checkpoint.{name}", result=result
-            )
-        yield replaced(dcp.load, self._load_apart, name="torch.distributed.checkpoint.load")
-        yield replaced(torch.jit.save, skip, name="torch.jit.save")
-        yield replaced(torch.export.save, skip, name="torch.export.save")
+        for name, result in (("save", nothing), ("async_save", _done)):
+            yield replaced(getattr(dcp, name), self._save_apart, f"torch.distributed.checkpoint.{name}", result)
+        yield replaced(dcp.load, self._load_apart, "torch.distributed.checkpoint.load")
+        yield replaced(torch.jit.save, skip, "torch.jit.save", nothing)
+        yield replaced(torch.export.save, skip, "torch.export.save", nothing)
         try:
             safetensors: Any = importlib.import_module("safetensors.torch")
         except ImportError:
             pass
         else:
-            yield replaced(safetensors.save_file, self._save, name="safetensors.torch.save_file")
-            saves_model = {"name": "safetensors.torch.save_model", "state_of": nn.Module.state_dict}
-            yield replaced(safetensors.save_model, self._save, **saves_model)
-            yield replaced(safetensors.load_file, self._load, name="safetensors.torch.load_file")
-            yield replaced(safetensors.safe_open, self._load_apart, name="safetensors.safe_open")
+            yield replaced(safetensors.save_file, self._save, "safetensors.torch.save_file", _itself)
+            state_of = nn.Module.state_dict
+            yield replaced(safetensors.save_model, self._save, "safetensors.torch.save_model", state_of)
+            yield replaced(safetensors.load_file, self._load, "safetensors.torch.load_file")
+            yield replaced(safetensors.safe_open, self._load_apart, "safetensors.safe_open")
             arrays: Any = importlib.import_module("safetensors.numpy")
-            yield replaced(arrays.save_file, skip, name="safetensors.numpy.save_file")
+            yield replaced(arrays.save_file, skip, "safetensors.numpy.save_file", nothing)
 
     def of_store(self) -> AbstractContextManager[object]:
         """Returns a context in which `Store.save` is skipped."""
-        _, save = replaced(Store.save, skip, name="Store.save", result=lambda: Handle(0, lambda: None, lambda: True))
+        _, save = replaced(Store.save, skip, "Store.save", lambda: Handle(0, lambda: None, lambda: True))
         return patch.object(Store, "save", save)
 
     def find(self, recording: Recording, path: str) -> str | None:
@@ -132,13 +130,14 @@ class CheckpointCalls:
 
     def _save(
         self,
+        name: str,
+        state_of: Callable[[Any], object],
         recording: Recording,
         _: Callable[..., None],
+        /,
         obj: object,
         file: Any = None,
         *__: Any,
-        name: str,
-        state_of: Callable[[Any], object] = lambda state: state,
         **kwargs: Any,
     ) -> None:
         """Does as `torch.save`, or a function like it: the file has shapes, and takes no space."""
@@ -185,12 +184,13 @@ class CheckpointCalls:
 
     def _save_apart(
         self,
+        name: str,
+        result: Callable[[], Any],
         recording: Recording,
         _: Callable[..., Any],
         __: object,
+        /,
         *args: Any,
-        name: str,
-        result: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
         """Skips the save of a checkpoint in a form of its own."""
@@ -200,7 +200,7 @@ class CheckpointCalls:
         return result()
 
     def _load(
-        self, recording: Recording, original: Callable[..., Any], f: Any, *args: Any, name: str, **kwargs: Any
+        self, name: str, recording: Recording, original: Callable[..., Any], /, f: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Does as `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
         is_path = isinstance(f, str | os.PathLike)
@@ -216,7 +216,7 @@ class CheckpointCalls:
             return self._torch_load(file, *args, **{**kwargs, "mmap": False})
 
     def _load_apart(
-        self, recording: Recording, original: Callable[..., Any], *args: Any, name: str, **kwargs: Any
+        self, name: str, recording: Recording, original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Refuses to load a checkpoint in a form of its own, in which the program cannot have saved it."""
         path = _path_among(args, kwargs)
@@ -249,6 +249,10 @@ def _path_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         if isinstance(path, str | os.PathLike):
             return os.fsdecode(path)
     return None
+
+
+def _itself(state: object) -> object:
+    return state
 
 
 def _done() -> Any:

@@ -36,23 +36,23 @@ def unrecorded() -> Iterator[None]:
 
 
 def replaced(
-    original: Callable[..., Any], function: Callable[..., Any], **options: Any
+    original: Callable[..., Any], function: Callable[..., Any], *options: Any
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns a function and its replacement by another one with these options; see `in_place_of`."""
-    return original, in_place_of(original, functools.partial(function, **options), writer)
+    """Returns a function and its replacement by another one, which gets the options first; see `in_place_of`."""
+    return original, in_place_of(original, functools.partial(function, *options), writer)
 
 
+# Positional arguments, here and below: a program may give the same names, as to `Store.save`.
 def skip(
-    recording: Recording,
-    _: Callable[..., Any],
-    *__: Any,
-    name: str,
-    result: Callable[[], Any] = lambda: None,
-    **___: Any,
+    name: str, result: Callable[[], Any], recording: Recording, _: Callable[..., Any], /, *__: Any, **___: Any
 ) -> Any:
     """Notes a call that writes under a name, in place of the call. Returns a result of its own."""
     recording.log.skip(name)
     return result()
+
+
+def nothing() -> None:
+    """Result of a function that returns nothing."""
 
 
 def inherit(recording: Recording, original: Callable[[threading.Thread], None], thread: threading.Thread) -> None:

@@ -27,7 +27,7 @@ from echelon.call_site import is_foreign
 from echelon.foresight.record.here import Recording
 from echelon.foresight.record.overlay import Scratch
 from echelon.foresight.record.saved import CheckpointCalls, Saved
-from echelon.foresight.record.writer import inherit, replaced, skip, unrecorded, writer
+from echelon.foresight.record.writer import inherit, nothing, replaced, skip, unrecorded, writer
 
 _CHANGES = (
     "mkfifo",
@@ -94,9 +94,9 @@ class _Files:
         """Yields functions by which a program finds its checkpoints again, with their replacements."""
         yield replaced(builtins.open, self._open)
         for name in ("remove", "unlink"):
-            yield replaced(getattr(os, name), self._change, name=f"os.{name}", drops=True)
+            yield replaced(getattr(os, name), self._change, f"os.{name}", True)
         for name in _RENAMES:
-            yield replaced(getattr(os, name), self._rename, name=f"os.{name}")
+            yield replaced(getattr(os, name), self._rename, f"os.{name}")
         for name in _READS:
             yield replaced(getattr(os, name), self._read)
 
@@ -105,20 +105,20 @@ class _Files:
         yield replaced(os.open, self._open_descriptor)
         yield io.FileIO, self._class_of_files()
         yield replaced(sqlite3.connect, self._connect)
-        yield replaced(os.mkdir, self._make, name="os.mkdir")
-        yield replaced(os.makedirs, self._make, name="os.makedirs")
-        yield replaced(shutil.rmtree, self._change, name="shutil.rmtree", drops=True)
-        yield replaced(os.removedirs, self._change, name="os.removedirs", drops=True)
+        yield replaced(os.mkdir, self._make, "os.mkdir")
+        yield replaced(os.makedirs, self._make, "os.makedirs")
+        yield replaced(shutil.rmtree, self._change, "shutil.rmtree", True)
+        yield replaced(os.removedirs, self._change, "os.removedirs", True)
         yield replaced(os.listdir, self._list)
-        yield replaced(os.system, skip, name="os.system", result=lambda: 0)
+        yield replaced(os.system, skip, "os.system", lambda: 0)
         yield replaced(np.savetxt, self._save_text)
-        yield replaced(os.link, skip, name="os.link")
-        yield replaced(os.symlink, skip, name="os.symlink")
+        yield replaced(os.link, skip, "os.link", nothing)
+        yield replaced(os.symlink, skip, "os.symlink", nothing)
         yield replaced(tempfile.gettempdir, lambda *_: self._scratch.temporary)
         yield replaced(tempfile.NamedTemporaryFile, _keep)
         for name in _CHANGES:
             if hasattr(os, name):
-                yield replaced(getattr(os, name), self._change, name=f"os.{name}", drops=name == "rmdir")
+                yield replaced(getattr(os, name), self._change, f"os.{name}", name == "rmdir")
 
     def _target(self, recording: Recording, path: str, *, copies: bool) -> str:
         """Returns the path to write in place of a path of the program, and notes the write.
@@ -242,7 +242,7 @@ class _Files:
         return original(cls, filename, dtype, mode, *args, **kwargs)
 
     def _make(
-        self, recording: Recording, original: Callable[..., None], path: Any, *args: Any, name: str, **kwargs: Any
+        self, name: str, recording: Recording, original: Callable[..., None], /, path: Any, *args: Any, **kwargs: Any
     ) -> None:
         text = os.fsdecode(path)
         if kwargs.get("dir_fd") is None and (found := self._checkpoints.find(recording, text)) is not None:
@@ -258,12 +258,13 @@ class _Files:
 
     def _change(
         self,
-        recording: Recording,
-        original: Callable[..., Any],
-        path: Any,
-        *args: Any,
         name: str,
         drops: bool,
+        recording: Recording,
+        original: Callable[..., Any],
+        /,
+        path: Any,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
         is_path = not isinstance(path, int) and kwargs.get("dir_fd") is None
@@ -280,7 +281,7 @@ class _Files:
         return result
 
     def _rename(
-        self, recording: Recording, original: Callable[..., None], src: Any, dst: Any, *, name: str, **kwargs: Any
+        self, name: str, recording: Recording, original: Callable[..., None], /, src: Any, dst: Any, **kwargs: Any
     ) -> None:
         is_path = kwargs.get("src_dir_fd") is None and kwargs.get("dst_dir_fd") is None
         old, new = os.fsdecode(src), os.fsdecode(dst)
