@@ -31,6 +31,7 @@ _COPIED = 1 << 29
 _GATHERED = 1 << 28
 """Bytes that an all-gather returns on each rank."""
 _REPEATS = 20
+"""Calls of a kernel, of whose times the median counts."""
 _IN_GRAPH = 200
 """Small kernels of a graph, by which its launch takes no time for each of them."""
 # The longer of two names comes first, since it contains the shorter one.

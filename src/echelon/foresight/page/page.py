@@ -121,6 +121,7 @@ def _card(name: str, value: str, note: str, share: float | None = None) -> str:
     meter = ""
     if share is not None:
         hue = ' class="ex"' if share >= 1 else ""
+        # A program that does not fit needs more than the whole device.
         meter = f'<div class="meter"><i{hue} style="width:{100 * min(1.0, share):.1f}%"></i></div>'
     return (
         f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b>{meter}<span>{escape(note)}</span></div>'

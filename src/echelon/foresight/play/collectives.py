@@ -198,6 +198,7 @@ def measured_seconds(links: Mapping[str, Curve], kind: str, num_ranks: int, num_
         return 0.0
     known = sorted(curves)
     after = next((each for each in known if each >= num_ranks), known[-1])
+    # A curve is a power law, which has no value at 0.
     seconds = value_at(curves[after], max(1.0, num_bytes))
     if after == num_ranks or num_ranks < known[0] or len(known) == 1:
         return seconds

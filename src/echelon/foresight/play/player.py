@@ -93,6 +93,7 @@ class _Work:
     def change(self, time: float, rate: float) -> None:
         """Goes on at another rate."""
         if time > self.since:
+            # Rounding may leave less than nothing.
             self.left = max(0.0, self.left - (time - self.since) * self.rate)
             self.since = time
         self.rate = rate
