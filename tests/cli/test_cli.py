@@ -32,6 +32,10 @@ from tests.helpers.commands import imported_by, printed, refusal
         ),
         (["run", "s.py", "--num-ranks=4"], "--num-ranks=4 stands after the script, which gets it; options go before: "),
         (["run", "--ranks", "2", __file__], "No such option: --ranks"),
+        (
+            ["run", "--backend", "tcp", __file__],
+            "No such option: --backend; give echelon.init(backend=) one, or set ECHELON_",
+        ),
         (["fly"], "No such command 'fly': see `echelon --help`"),
         (["plan", "--fly"], "No such option: --fly: see `echelon plan --help`"),
         (["plan", "barrier", "--fly"], "No such option: --fly: see `echelon plan all-reduce --help`"),

@@ -98,6 +98,8 @@ def _unknown_option(error: Any) -> str:
     known = [option for each in error.ctx.command.params for option in each.opts if option.startswith("-")]
     if name in known:  # another mistake than its name
         return ""
+    if name == "--backend" and error.ctx.command.name == "run":
+        return f"No such option: {name}; give echelon.init(backend=) one, or set ECHELON_BACKEND"
     other = _OF_OTHER_LAUNCHERS.get(name, "")
     near = [other] if other in known else difflib.get_close_matches(name, known, n=1)
     return f"No such option: {name}{f'; did you mean {near[0]}?' if near else ''}"
