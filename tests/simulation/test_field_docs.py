@@ -1,6 +1,7 @@
 """docs/hangs_from_the_field.md: its programs print what it shows, and its table says what the simulation says."""
 
 import contextlib
+import gc
 import importlib.util
 import io
 import re
@@ -38,4 +39,5 @@ def test_the_table_says_what_the_simulation_says(monkeypatch):
     for name, said in rows.items():
         found, _ = script.simulated(BUGS[name])
         assert script.in_short(found) == said
+    gc.collect()  # here: a __del__ that fails later would warn in another test
     assert all(bug.what in PAGE and bug.thread in PAGE for bug in BUGS.values())
