@@ -25,6 +25,11 @@ _FOREIGN = (
 """Path prefixes of foreign code: this package, the standard library, installed packages, frozen modules."""
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of installed packages, which may also lie in another environment than this one."""
+_IDLE = {
+    "_worker": os.path.join("concurrent", "futures", "thread.py"),
+    "_feed": os.path.join("multiprocessing", "queues.py"),
+}
+"""Functions of the standard library, with their files, in which a thread waits for work of other threads."""
 _FSDP2 = os.path.join("torch", "distributed", "fsdp", "_fully_shard", "_fsdp_param_group.py")
 """File of torch whose methods communicate for the parameters of one module."""
 OF_FSDP2 = 2
@@ -65,9 +70,27 @@ def place_of_thread(ident: int | None) -> Place | None:
     return _place_in(None if ident is None else sys._current_frames().get(ident))
 
 
-def runs_in_other_threads(ident: int) -> bool:
-    """Whether the user's code runs in another thread than this one."""
-    return any(each != ident and _place_in(frame) is not None for each, frame in sys._current_frames().items())
+def may_run_in_other_threads(ident: int) -> bool:
+    """Whether the user's code runs in another thread than this one, or may begin to, as in one of threading.Timer."""
+    return any(each != ident and _may_run_code(frame) for each, frame in sys._current_frames().items())
+
+
+def _may_run_code(frame: FrameType | None) -> bool:
+    """Whether a thread runs the user's code, or waits in the standard library, which may call it later."""
+    is_of_package = False
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not kind_of(path):
+            return True
+        # Packages have threads of their own, such as that of a progress bar. They call no code of the user.
+        is_of_package = is_of_package or _is_of_package(path) or path.endswith(_IDLE.get(frame.f_code.co_name, "\0"))
+        frame = frame.f_back
+    return not is_of_package
+
+
+@functools.cache
+def _is_of_package(path: str) -> bool:
+    return is_own(path) or any(folder in path for folder in _PACKAGES)
 
 
 def _place_in(frame: FrameType | None) -> Place | None:

@@ -1,8 +1,10 @@
 """Programs on processes that wait for each other's messages are told within seconds, and others are left alone."""
 
+import asyncio
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,8 +21,11 @@ def receive_in_a_ring(group, unread):
     following = (group.rank + 1) % group.world_size
     if unread:
         group.send(torch.ones(5), (group.rank - 1) % group.world_size, tag=3)
+    idle = ThreadPoolExecutor(1)  # it can get work from the waiting thread alone
+    idle.submit(int).result()
     with pytest.raises(ERRORS) as caught:
         group.irecv(following).wait() if group.rank == 1 else group.recv(following)
+    idle.shutdown()
     if unread:
         group.recv(following, tag=3)
     return str(caught.value)
@@ -70,6 +75,33 @@ def send_in_a_thread(group):
     return came.item()
 
 
+def send_by_a_timer(group):
+    """Each rank waits for the other, and a timer of rank 0 sends after seconds."""
+    if group.rank == 0:
+        threading.Timer(3.5, group.send, (torch.tensor(5), 1)).start()
+        return group.recv(1).item()
+    came = group.recv(0)
+    group.send(came, 0)
+    return came.item()
+
+
+def send_by_an_event_loop(group):
+    """Each rank waits for the other, and an event loop in a thread of rank 0 sends after seconds."""
+    if group.rank == 0:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        loop.call_soon_threadsafe(loop.call_later, 3.5, group.send, torch.tensor(5), 1)
+        came = group.recv(1).item()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        return came
+    came = group.recv(0)
+    group.send(came, 0)
+    return came.item()
+
+
 def send_after_a_while(group):
     """Rank 0 computes, rank 1 waits for it, rank 2 for rank 1, and in the end rank 0 for rank 2."""
     if group.rank == 0:
@@ -91,7 +123,13 @@ def give_up_after_a_while(group):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "world_size", "result"),
-    [(send_in_a_thread, 2, 5), (send_after_a_while, 3, 5), (give_up_after_a_while, 2, 2.0)],
+    [
+        (send_in_a_thread, 2, 5),
+        (send_by_a_timer, 2, 5),
+        (send_by_an_event_loop, 2, 5),
+        (send_after_a_while, 3, 5),
+        (give_up_after_a_while, 2, 2.0),
+    ],
 )
 @BACKENDS
 def test_programs_that_go_on_are_left_alone(pool, backend, program, world_size, result):

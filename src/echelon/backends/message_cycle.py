@@ -42,6 +42,7 @@ def ends_within(backend: Backend, work: Work[Any], src: int, seconds: float) -> 
         return True
     recorder = backend.flight_recorder
     text = str(work.flight or work.description)
+    outer = recorder.message_wait  # of a handler of a signal, which waits inside of this wait
     recorder.message_wait = MessageWait(next(_numbers), get_ident(), src, work, text)
     try:
         interval = first
@@ -54,7 +55,7 @@ def ends_within(backend: Backend, work: Work[Any], src: int, seconds: float) -> 
             interval = min(2 * interval, _LONGEST_INTERVAL)
         return work.has_ended
     finally:
-        recorder.message_wait = None
+        recorder.message_wait = outer
 
 
 def chain(backend: Backend, first: int, until: Work[Any] | None = None) -> dict[int, Status]:

@@ -135,7 +135,7 @@ class PointToPoint(GroupBase):
             end_with(record, message.tensor)
             return message.tensor
         with self.backend.messages.will_wait():
-            return self._receive(self._recv(handle, out, record), [src], timeout)
+            return self._receive(self._recv(handle, out, record), [src], timeout, is_blocking=timeout is None)
 
     def recv_any(self, tag: int = 0, timeout: Seconds = None) -> Received:
         """Returns the next tensor that any rank of the group sends with this tag, and the rank of its sender.
@@ -157,7 +157,7 @@ class PointToPoint(GroupBase):
             check_seconds(timeout)
         with self.backend.messages.will_wait():
             others = [rank for rank in range(self.world_size) if rank != self.rank]
-            return self._receive(self.irecv_any(tag), others, timeout)
+            return self._receive(self.irecv_any(tag), others, timeout, is_blocking=timeout is None)
 
     def sendrecv(
         self, tensor: Tensor, dst: int, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None
@@ -176,7 +176,8 @@ class PointToPoint(GroupBase):
         deadline = self.backend.now() + (self.timeout if timeout is None else check_seconds(timeout))
         with self.backend.messages.will_wait():
             receipt, sent = self.batch_isend_irecv([RecvFrom(src, tag, out), SendTo(tensor, dst, tag)])
-            came = self._receive(cast("Work[Tensor]", receipt), [src], deadline - self.backend.now())
+            left = deadline - self.backend.now()
+            came = self._receive(cast("Work[Tensor]", receipt), [src], left, is_blocking=timeout is None)
             self._wait(cast("Work[None]", sent), [dst], deadline - self.backend.now())
             return came
 
@@ -327,7 +328,7 @@ class PointToPoint(GroupBase):
         seconds = self.timeout if timeout is None else max(0.0, timeout)
         return wait_for(self.backend, work, [self.ranks[peer] for peer in peers], self.ranks, self.context, seconds)
 
-    def _receive(self, work: Work[T], peers: Sequence[int], timeout: Seconds) -> T:
+    def _receive(self, work: Work[T], peers: Sequence[int], timeout: Seconds, *, is_blocking: bool) -> T:
         """Waits for a receive, and cancels it at the timeout."""
         seconds = self.timeout if timeout is None else max(0.0, timeout)
         return cast(
@@ -339,7 +340,7 @@ class PointToPoint(GroupBase):
                 self.ranks,
                 self.context,
                 seconds,
-                is_blocking=timeout is None,
+                is_blocking=is_blocking,
             ),
         )
 

@@ -16,7 +16,7 @@ from echelon.backends.status import Question, Standing, Status, status_of
 from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.peers import Peers
 from echelon.backends.work import Work
-from echelon.call_site import runs_in_other_threads
+from echelon.call_site import may_run_in_other_threads
 from echelon.errors import CollectiveMismatch, Failure, PeerFailed, ProtocolError
 from echelon.operation_records import FlightRecorder
 
@@ -106,7 +106,7 @@ class ControlFrames:
             or wait.thread != main
             or not mailbox.is_posted(wait.receive)
             or not self._recorder.callers() <= {main}
-            or runs_in_other_threads(main)
+            or may_run_in_other_threads(main)
             # What is called at the end of a collective may send.
             or any(each.sequence for each in self._recorder.under_way())
         ):

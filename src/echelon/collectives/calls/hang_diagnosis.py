@@ -17,7 +17,7 @@ from echelon.backends.base import Backend
 from echelon.backends.message_cycle import chain, described
 from echelon.backends.status import ANSWER_SECONDS, Question, Standing, Status
 from echelon.backends.work import is_waited_for
-from echelon.call_site import runs_in_other_threads
+from echelon.call_site import may_run_in_other_threads
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
 from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.wording import listed
@@ -32,7 +32,8 @@ _SOON_SECONDS = 2.0
 _NAMED = 4
 _COMPARED = 200
 """Number of earlier calls whose lines are compared."""
-_BEHIND = (Standing.BEFORE, Standing.ELSEWHERE, Standing.BLOCKED)
+_NOT_CALLED = (Standing.BEFORE, Standing.ELSEWHERE)
+_BEHIND = (*_NOT_CALLED, Standing.BLOCKED)
 _ADVICE = "every rank must call the same operations in the same order with the same arguments"
 
 
@@ -90,14 +91,16 @@ class HangDiagnosis:
                 f"{self._mine()} waits for rank {peer}, which waits for this rank {status.text}: make the same calls "
                 "in the same order on every rank, in all groups together"
             )
-        if status.standing in (Standing.BEFORE, Standing.ELSEWHERE) and self.blocks_for(peer):
-            waits = chain(self._backend, peer)
-            if waits and not has_come():
+        if status.standing in _NOT_CALLED and self.blocks_for(peer) and (waits := chain(self._backend, peer)):
+            # Asked again: it may have called the collective before it began to wait.
+            status = self._ask([peer]).get(peer)
+            if status is not None and status.standing in _NOT_CALLED and not has_come():
                 raise CollectiveMismatch(
                     f"{self._mine()} waits for rank {peer}, which waits for a message instead, and so for this rank: "
                     f"{described(waits)}: make all ranks of the group call the collective, or pass the message before "
                     "it"
                 )
+            return
         if status.standing == Standing.PAST:
             raise CollectiveMismatch(
                 f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
@@ -114,7 +117,7 @@ class HangDiagnosis:
             self._awaited == rank
             and flight.thread == main_thread().ident
             and self._backend.flight_recorder.callers() == {flight.thread}
-            and not runs_in_other_threads(flight.thread)
+            and not may_run_in_other_threads(flight.thread)
             and (self._is_called_here or is_waited_for(flight))
         )
 
@@ -232,7 +235,8 @@ def first_at_other_lines(
     for _ in range(_COMPARED):
         if flight is None or not (text := theirs(flight)):
             break
-        here, there = str(flight).rpartition(" at ")[2], text.partition(" after ")[0].rpartition(" at ")[2]
+        # Cut alike, since a path may hold the words, too.
+        here, there = (each.partition(" after ")[0].rpartition(" at ")[2] for each in (str(flight), text))
         if here != there:
             sides = f"{here} on rank {ranks[0]} and {there} on rank {ranks[1]}"
             found = f"; their lines differ from #{flight.sequence} on, {sides}"
