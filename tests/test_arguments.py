@@ -152,6 +152,7 @@ def wrong_kinds(group):
         "a root of functional.scatter": lambda: functional.scatter(ones, "0", group),
         "a root below 0": lambda: functional.scatter(ones, -1, group),  # it gave an empty tensor
         "splits of functional": lambda: functional.all_to_all(ones, group, 2),
+        "torch's order of recv": lambda: group.recv(ones, 1),
         "a rank of numpy": lambda: group.broadcast(ones, src=np.int64(0)),
         "a rank twice": lambda: group.subgroup([0, 0]),
         "no ranks": lambda: group.subgroup([]),
@@ -203,6 +204,11 @@ WRONG_KINDS = {
     "a root of functional.scatter": ("InvalidRank", "src='0' is not a rank of this group of 2: use an int, 0 to 1"),
     "a root below 0": ("InvalidRank", "src=-1 is not a rank"),
     "splits of functional": ("InvalidArgument", "in_splits=2: give a list"),
+    "torch's order of recv": (
+        "InvalidRank",
+        "src=<Tensor> is not a rank of this group of 2: use an int, 0 to 1. recv(src) returns the tensor, and "
+        "recv(src, out=tensor) overwrites it",
+    ),
     "a rank of numpy": ("InvalidRank", "use an int, 0 to 1"),
     "a rank twice": ("InvalidArgument", "ranks=[0, 0] names a rank twice: give at least one rank, and each once"),
     "no ranks": ("InvalidArgument", "ranks=[] is empty: give at least one rank"),

@@ -59,13 +59,13 @@ class InvalidArgument(EchelonError, TypeError, ValueError):
 class InvalidRank(EchelonError, ValueError):
     """Rank outside the group."""
 
-    def __init__(self, rank: object, world_size: int, what: str = "rank") -> None:
+    def __init__(self, rank: object, world_size: int, what: str = "rank", advice: str = "") -> None:
         self.rank = rank
         self.world_size = world_size
         kind = "" if isinstance(rank, int) else "an int, "
         ranks = "0" if world_size == 1 else f"0 to {world_size - 1}"
         text = repr(rank) if isinstance(rank, int | str) else f"<{type(rank).__name__}>"
-        super().__init__(f"{what}={text} is not a rank of this group of {world_size}: use {kind}{ranks}")
+        super().__init__(f"{what}={text} is not a rank of this group of {world_size}: use {kind}{ranks}{advice}")
 
 
 class InvalidWorldSize(EchelonError, ValueError):

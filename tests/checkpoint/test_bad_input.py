@@ -182,6 +182,9 @@ def test_arguments_of_other_types(store, tmp_path):
         store.save(5, model=make(), optimizer=nn.Linear(1, 1))
     with pytest.raises(InvalidArgument, match="scheduler is of type dict, without state_dict and load_state_dict"):
         store.save(5, scheduler={})
+    advice = r"pass an echelon\.data\.DataLoader, or the echelon\.data\.DistributedSampler of another loader"
+    with pytest.raises(InvalidArgument, match=f"loader is of type dict, without state_dict and load_.*: {advice}"):
+        Store(tmp_path / "empty").load(loader={})
     with pytest.raises(
         InvalidArgument, match=r"generators\['a'\] is 1 \(int\): give generators of torch, numpy or ran"
     ):

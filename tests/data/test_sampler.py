@@ -202,6 +202,31 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path):
     assert sorted(itertools.chain(*itertools.chain(*seen))) == list(range(24))
 
 
+def with_dropout(group, path, until, generator):
+    """Trains on torch's DataLoader, saves, and returns the dropout's masks."""
+    sampler = DistributedSampler(range(16), group)
+    loader = TorchDataLoader(list(range(16)), 2, sampler=sampler, generator=torch.Generator() if generator else None)
+    torch.manual_seed(3)
+    model = echelon.DDP(nn.Linear(1, 1), group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    store = Store(path)
+    store.load(model=model, optimizer=optimizer, loader=sampler)
+    masks = [nn.functional.dropout(torch.ones(6)).tolist() for _ in itertools.islice(loader, until)]
+    if until is not None:
+        store.save(until, model=model, optimizer=optimizer, loader=sampler)
+    store.close()
+    return masks
+
+
+@pytest.mark.parametrize("generator", [True, False])
+def test_dropout_goes_on_beside_a_loader_with_a_generator_of_its_own(tmp_path, generator):
+    whole = echelon.simulate(with_dropout, 2, (str(tmp_path / "whole"), None, generator)).results
+    for until in (2, None):
+        seen = echelon.simulate(with_dropout, 2, (str(tmp_path / "parts"), until, generator)).results
+    # Without one, torch's loader draws from the generator of the dropout, as the documentation says.
+    assert (seen == [masks[2:] for masks in whole]) == generator
+
+
 def in_pipelines(group, num_replicas, path, until):
     mesh = echelon.Mesh(group, dp=num_replicas, pp=2)
     layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))

@@ -69,6 +69,21 @@ def test_fsdp_step():
     assert not trace.assumptions
 
 
+def attends(dtype):
+    programs.begin()
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True, device="cuda", dtype=dtype)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    layer(torch.randn(2, 16, 32, device="cuda", dtype=dtype)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, "efficient"), (torch.bfloat16, "flash")])
+def test_dropout_in_a_layer_of_torch_leaves_attention_one_kernel(dtype, kernel):
+    found = [each.name for each in kernels(traced(lambda: attends(dtype)), kind="attention")]
+    name = f"_scaled_dot_product_{kernel}_attention"
+    assert found == [name, f"{name}_backward"]
+
+
 def test_operations_by_which_dtensor_decides_on_shardings_are_not_recorded():
     def program():
         device = programs.begin()

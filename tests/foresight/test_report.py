@@ -79,7 +79,11 @@ def test_a_step_that_mostly_communicates_has_the_errors_of_such_steps():
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"flops": 10**13}, "the shortest took 578.00 ms"), ({"dtype": "float32"}, "they compute in 16 bits")],
+    [
+        ({"flops": 10**13}, "the shortest took 578.00 ms"),
+        ({"dtype": "float32"}, "they compute in 16 bits"),
+        ({"flops": 10**13, "dtype": "float32"}, "the shortest took 578.00 ms, and they compute in 16 bits"),
+    ],
 )
 def test_a_step_unlike_the_published_ones_has_no_error_beside_it(options, reason):
     other = like_published(**options)

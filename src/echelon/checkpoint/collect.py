@@ -87,14 +87,23 @@ class Objects:
             check_stateful(one, name)
         return found
 
+    def check(self) -> None:
+        """Raises InvalidArgument if an object has no state, as far as it shows without a checkpoint."""
+        check_extra(self.extra)
+        _ = self.optimizers, self.sections
+        if self.loader is not None:
+            check_stateful(self.loader, "loader")
+        if self.generators is not None:
+            states_of(self.generators)
+
 
 def check_stateful(one: object, name: str) -> None:
     """Raises InvalidArgument unless an object has state_dict and load_state_dict."""
     if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
-        raise InvalidArgument(
-            f"{name} is {named(one)}, without state_dict and load_state_dict: give it both, or store its values in "
-            "extra="
-        )
+        advice = "give it both, or store its values in extra="
+        if name == "loader":
+            advice = "pass an echelon.data.DataLoader, or the echelon.data.DistributedSampler of another loader"
+        raise InvalidArgument(f"{name} is {named(one)}, without state_dict and load_state_dict: {advice}")
 
 
 class Collected(NamedTuple):

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.collect import Objects, check_extra, check_stateful, describe_or_fail, place_of
+from echelon.checkpoint.collect import Objects, describe_or_fail, place_of
 from echelon.checkpoint.contents import check_contents
 from echelon.checkpoint.encoding import decode, tensor_names
 from echelon.checkpoint.model import ModelTensors, Place, ranges_of, tensors_of
 from echelon.checkpoint.optimizer import Target, groups_of, is_cut, kind_of, restored, saved_states
 from echelon.checkpoint.param_groups import ParamGroup, match, merge
-from echelon.checkpoint.random_states import set_process_state, set_states, states_of
+from echelon.checkpoint.random_states import set_process_state, set_states
 from echelon.checkpoint.state import Json, Spec, Wanted
 from echelon.checkpoint.together import together
 from echelon.data_parallel.reducer import Learned
@@ -132,12 +132,7 @@ def _describe(source: Source, objects: Objects, rank: int, world_size: int) -> _
     live = _Live(objects, source, place_of(models, rank, world_size), models, stored, named, {})
     for section, optimizer in objects.optimizers.items():
         live.groups[section] = groups_of(optimizer, named, section)
-    check_extra(objects.extra)
-    objects.sections  # noqa: B018 # checks them
-    if objects.loader is not None:
-        check_stateful(objects.loader, "loader")
-    if objects.generators is not None:
-        states_of(objects.generators)
+    objects.check()
     return live
 
 

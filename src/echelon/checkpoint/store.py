@@ -147,6 +147,7 @@ class Store:
         with _within("Store.load", group):
             source = open_checkpoint(self._path, group, step)
             if source is None:
+                objects.check()  # now, rather than at the first save
                 return None
             restore(source, objects, group, strict=strict)
         return source.step

@@ -37,6 +37,10 @@ class DistributedSampler(Sampler[int]):
     `DistributedDataParallel(average="samples")` weighs ranks by their samples. `join()` serves loops in which some
     ranks have a batch more, which happens if the last one has fewer samples than there are ranks.
 
+    Give torch's DataLoader `generator=torch.Generator()`. Without one it draws a number from the global generator at
+    each pass. A run that is resumed within an epoch would then draw one number more, and dropout would differ from
+    that of the undisturbed run.
+
     Its state is the same on all ranks. Pass it as `loader=` to `echelon.checkpoint.Store`: another number of ranks goes
     on at the same sample.
     """

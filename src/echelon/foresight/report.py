@@ -250,15 +250,16 @@ def accuracy_of(played: Played) -> Accuracy | None:
 
 
 def unlike(played: Played, accuracy: Accuracy) -> str:
-    """Returns the reason why a step is unlike all published ones. Empty if it is like them."""
+    """Returns the reasons why a step is unlike all published ones. Empty if it is like them."""
+    reasons = []
     if played.seconds < accuracy.shortest:
-        return f"the shortest took {seconds_text(accuracy.shortest)}"
+        reasons.append(f"the shortest took {seconds_text(accuracy.shortest)}")
     kernels = [each for role in played.roles.values() for each in role.program.trace.entries if type(each) is Kernel]
     narrow = sum(each.flops for each in kernels if each.dtype in ("bfloat16", "float16"))
     # Most of the work, because programs in 16 bits have operators in float32, such as the loss.
     if 2 * narrow < sum(each.flops for each in kernels):
-        return "they compute in 16 bits"
-    return ""
+        reasons.append("they compute in 16 bits")
+    return ", and ".join(reasons)
 
 
 def accuracy_text(played: Played) -> str:

@@ -72,7 +72,9 @@ class GroupBase:
 
     def _check_rank(self, rank: int, what: str) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise InvalidRank(rank, self.world_size, what)
+            is_of_torch = what == "src" and isinstance(rank, Tensor)  # recv(tensor, src)
+            advice = ". recv(src) returns the tensor, and recv(src, out=tensor) overwrites it" if is_of_torch else ""
+            raise InvalidRank(rank, self.world_size, what, advice)
 
     def _peer(self, rank: int, what: str) -> int:
         self._check_rank(rank, what)

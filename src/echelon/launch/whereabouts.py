@@ -79,15 +79,21 @@ def place_in(stack: str) -> str:
     return source_line(*(own or frames)[0])
 
 
+_UNKNOWN = (
+    "where the ranks were is not known, as none has a group of Echelon: run a script that hangs by echelon simulate, "
+    "or on the backend of echelon.interop"
+)
+
+
 def in_words(places: Mapping[int, str], ended: Sequence[int]) -> list[str]:
-    """Returns a line for each place, with its ranks. No line if no place is known.
+    """Returns a line for each place, with its ranks. If no place is known, a line on how to find it.
 
     Args:
         places: place of each running rank. Empty if it is not known.
         ended: ranks that have ended.
     """
     if not any(places.values()):
-        return []
+        return [_UNKNOWN]
     ranks: dict[str, list[int]] = {}
     for rank, place in places.items():
         ranks.setdefault(place, []).append(rank)

@@ -131,7 +131,7 @@ class PlayedRole:
         # Kernels of several streams at once add up to more than the time in which any of them runs.
         besides_kernels = max(0.0, computing - sum(self.kernel_seconds.values()))
         # Runs span the gaps between their launches, which are idle time and no contention.
-        launching = min(besides_kernels, sum(run.launching for run in self.runs))
+        launching = max(0.0, min(besides_kernels, sum(run.launching for run in self.runs)))  # not -0.0 % by rounding
         exposed = sum(self.exposed.values())
         # A stream may wait while communication of another one is exposed, and counts as that.
         waiting = max(0.0, min(self.waiting, self.seconds - computing - exposed))

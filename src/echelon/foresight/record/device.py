@@ -223,7 +223,7 @@ def _histogram(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # Attention
 
 
-def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes attention by the kernel that PyTorch chooses on a GPU: flash, memory-efficient, or matrix products."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -348,6 +348,7 @@ _SPECIAL: dict[str, _Special] = {
     "histc": _histogram,
     "pin_memory": lambda _, args, __: args[0],
     "is_pinned": lambda *_: True,
-    "scaled_dot_product_attention": _attention,
+    # As libraries have it that were imported before. `device_names` replaces it, too.
+    "scaled_dot_product_attention": attention,
 }
 """Functions of torch that do something else on a GPU, by name."""

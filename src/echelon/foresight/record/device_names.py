@@ -22,7 +22,7 @@ from echelon._torch_private.modules import ddp_of_sync_batch_norm, devices_as_on
 from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
-from echelon.foresight.record.device import OnDevice, OnHost, check_gpu, mapped
+from echelon.foresight.record.device import OnDevice, OnHost, attention, check_gpu, mapped
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
 
 
@@ -73,6 +73,8 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             replace(dist, "is_nccl_available", _returning(True))
             wrap(torch.autocast, "__init__", _on_cpu)
             wrap(DistributedDataParallel, "__init__", _without_devices)
+            # Not by `OnDevice`, which torch leaves while it runs a function that calls it, as of nn.MultiheadAttention.
+            wrap(nn.functional, "scaled_dot_product_attention", _attention)
             wrap(nn.SyncBatchNorm, "forward", _synchronized)
             stack.enter_context(ddp_of_sync_batch_norm())
             stack.enter_context(optimizers_as_on_gpu())
@@ -299,6 +301,10 @@ def _with_values(_: Recording, original: Callable[..., Any], *args: Any, **kwarg
     """Calls a function whose tensors are numbers of ranks or sizes: they need values."""
     with real_tensors():
         return original(*map(mapped, args), **{name: mapped(each) for name, each in kwargs.items()})
+
+
+def _attention(_: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return attention(original, args, kwargs)
 
 
 def _name_groups(
