@@ -49,6 +49,13 @@ def pool():
         yield ranks
 
 
+@pytest.fixture
+def collected():
+    """Collects the garbage of a test at its end, under its own filters of warnings."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def explored(tmp_path_factory):
     """The native library, compiled with a call of the test at each access to shared memory."""

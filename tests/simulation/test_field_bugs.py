@@ -41,6 +41,7 @@ def places_in(program):
 @pytest.mark.parametrize("name", BUGS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of a name that torch replaced in 2.13
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a __del__ that fails
+@pytest.mark.usefixtures("collected")
 def test_a_bug_is_explained_with_the_lines_of_the_program(name):
     bug = BUGS[name]
     began = time.monotonic()

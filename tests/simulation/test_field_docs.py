@@ -1,7 +1,6 @@
 """docs/hangs_from_the_field.md: its programs print what it shows, and its table says what the simulation says."""
 
 import contextlib
-import gc
 import importlib.util
 import io
 import re
@@ -16,6 +15,13 @@ PAGE = (ROOT / "docs" / "hangs_from_the_field.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 
 
+# One of the programs has a __del__ that fails. It is collected after each test, since it would warn in another one.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("collected"),
+]
+
+
 def test_every_program_prints_what_the_page_shows():
     blocks = BLOCK.findall(PAGE)
     assert len(blocks) == 3
@@ -28,7 +34,6 @@ def test_every_program_prints_what_the_page_shows():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of a name that torch replaced in 2.13
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a __del__ that fails
 def test_the_table_says_what_the_simulation_says(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("field_run", ROOT / "benchmarks" / "field" / "run.py")
@@ -39,5 +44,4 @@ def test_the_table_says_what_the_simulation_says(monkeypatch):
     for name, said in rows.items():
         found, _ = script.simulated(BUGS[name])
         assert script.in_short(found) == said
-    gc.collect()  # here: a __del__ that fails later would warn in another test
     assert all(bug.what in PAGE and bug.thread in PAGE for bug in BUGS.values())
