@@ -250,7 +250,7 @@ _LONGEST_WORDS = 300
 
 
 _ADVICE = {"Unknown backend type echelon": "import echelon.interop.torch_distributed first, which registers it"}
-"""What to do about errors of torch that Echelon is the reason for, by a part of their text."""
+"""Advice for errors of torch that Echelon is the reason for, by a part of their text."""
 
 
 class MarkedStream:
