@@ -52,8 +52,8 @@ class Status(NamedTuple):
     text: str
     """The call that it made instead of this collective, else its current activity; with the user's line."""
     details: tuple[int, ...] = ()
-    """If it is BLOCKED: context and number of the collective in which it is. If it is WAITING, four numbers: the awaited
-    rank, the messages that have come from there, the messages sent to the rank of the question, and its wait."""
+    """If it is BLOCKED: context and number of the collective in which it is. If it is WAITING, four numbers: the
+    awaited rank, the messages from there, the messages sent to the rank of the question, and its wait."""
 
 
 def status_of(recorder: FlightRecorder, question: Question, asking: int | None = None) -> Status:

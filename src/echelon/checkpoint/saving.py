@@ -31,6 +31,7 @@ from echelon.checkpoint.together import gather, raise_first, rank_of, together
 from echelon.checkpoint.writer import failure
 from echelon.errors import CheckpointError, EchelonError, FileError, InvalidArgument
 from echelon.group import ProcessGroup
+from echelon.launch.report import note_checkpoint
 
 _MAX_STEP = 10**18
 _Outcome = dict[str, Any]
@@ -239,6 +240,7 @@ class Saver:
         if self._rank:
             return
         commit(self._fs, self.path, manifest.step, self._run, encode(content_of(manifest)))
+        note_checkpoint(manifest.step, self.path)
         remove_old(self._fs, self.path, manifest.step, self._run, self._keep)
 
     def _start(self, manifest: Manifest, plan: Plan, state: State) -> Handle:

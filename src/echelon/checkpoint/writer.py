@@ -21,6 +21,7 @@ from echelon.checkpoint.lock import note, noted, wait_for_end
 from echelon.checkpoint.manifest import encode, file_name
 from echelon.checkpoint.priority import lower
 from echelon.errors import CheckpointError, EchelonError, FileError, summarize
+from echelon.launch.report import note_checkpoint
 
 
 def main(memory: int, record: int, job: int) -> None:
@@ -88,6 +89,7 @@ def _commit(task: dict[str, Any]) -> None:
             remove_draft(fs, writers_of(draft))
             raise CheckpointError(failed)
         commit(fs, folder, step, run, encode(task["content"] | {"files": files}))
+        note_checkpoint(step, folder)
         remove_old(fs, folder, step, run, task["keep"])
         remove_draft(fs, writers_of(draft))
     except EchelonError:  # also an OSError

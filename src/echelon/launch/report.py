@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from types import FrameType, TracebackType
@@ -232,6 +232,31 @@ def read(path: str) -> RankFailure | None:
             return RankFailure(**json.load(file))
     except FileNotFoundError:
         return None
+
+
+def note_checkpoint(step: int, path: str) -> None:
+    """Tells the launcher that a checkpoint is on disk. Does nothing without a launcher."""
+    if error_file := os.environ.get(ERROR_FILE):
+        partial = f"{error_file}.checkpoint-{os.getpid()}"
+        # A writer beside training outlives the launcher, and so the folder of these files.
+        with suppress(OSError):
+            with open(partial, "w", encoding="utf-8") as file:
+                json.dump({"step": step, "path": path}, file)
+            os.replace(partial, _checkpoint_file(error_file))
+
+
+def noted_checkpoint(error_file: str) -> tuple[int, str] | None:
+    """Returns step and folder of the last checkpoint of a rank with this error file. None if it wrote none."""
+    try:
+        with open(_checkpoint_file(error_file), encoding="utf-8") as file:
+            noted = json.load(file)
+    except FileNotFoundError:
+        return None
+    return noted["step"], noted["path"]
+
+
+def _checkpoint_file(error_file: str) -> str:
+    return f"{error_file}.checkpoint"
 
 
 @contextmanager

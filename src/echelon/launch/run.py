@@ -430,8 +430,12 @@ class Launcher:
             self._console.say(f"ended by {signal.Signals(self._interrupted_by).name}")
             for line in self._places:
                 self._console.say(line)
+            self._tell_of_checkpoint()
             return 128 + self._interrupted_by
-        return self._failures.conclude(len(environs), self._ended, self._grace)
+        status = self._failures.conclude(len(environs), self._ended, self._grace)
+        if status:
+            self._tell_of_checkpoint()
+        return status
 
     def _handle(self, timeout: float | None) -> None:
         """Waits up to `timeout` seconds for events and runs their callbacks. None: without limit."""
@@ -488,6 +492,12 @@ class Launcher:
             self._deadline = time.monotonic() + self._grace
         # A rank may have reported the cause and still be running its exit handlers.
         self._failures.explain_if_known(filter(None, (process.reported() for process in self._running)))
+
+    def _tell_of_checkpoint(self) -> None:
+        """Says which checkpoint this run wrote last, as the next run resumes from it."""
+        noted = [noted for process in self._ranks if (noted := report.noted_checkpoint(process.error_file))]
+        for step, path in noted[:1]:  # rank 0 of a group writes it
+            self._console.say(f"the last checkpoint is of step {step}, in {path}")
 
     def _escalate(self) -> None:
         """Sends SIGTERM to the running ranks, and SIGKILL the next time."""
