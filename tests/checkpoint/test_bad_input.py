@@ -162,6 +162,11 @@ def circle():
         ({"a": 1 << 14_000}, "extra/a is a number of 14001 bits: at most 14000 can be stored"),
         ({"a": nested(51)}, f"extra/a{'/0' * 46}/ is nested more than 50 deep: flatten it"),
         ({"a": circle()}, "extra/a/0 contains itself, and JSON-like data cannot: take it out"),
+        # It was saved, and could not be loaded.
+        (
+            {"a": {torch.ones(2): 1}},
+            "extra/a has a tensor as a key, which is found by its identity: use names as keys",
+        ),
     ],
 )
 def test_extra_that_is_no_json(store, extra, message):

@@ -14,9 +14,9 @@ SAVES = ((1, 1), (2, 2), (3, 3), (3, 4), (5, 5))
 """Step and content of each save. Step 3 is saved twice."""
 
 
-def recorded(num_ranks):
+def recorded(num_ranks, exchanges):
     """Returns the disk of a job that keeps two checkpoints, with the calls of all its saves."""
-    disk = CrashingDisk()
+    disk = CrashingDisk(exchanges=exchanges)
     disk.make_folder("/runs")
     disk.sync_folder("/")
 
@@ -59,9 +59,10 @@ def check_next_save(after):
 
 
 @pytest.mark.parametrize("num_states", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-def test_a_crash_anywhere(num_states):
-    disk = recorded(num_ranks=2)
-    assert sum(call[0] == "swap" for call in disk.log) == 1
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_crash_anywhere(num_states, exchanges):
+    disk = recorded(2, exchanges)
+    assert sum(call[0] == "swap" for call in disk.log) == exchanges
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(num_states):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -96,6 +97,33 @@ def test_parameters_without_state_have_none_afterwards(tmp_path):
     step_of(model, optimizer)
     Store(tmp_path).load(model=model, optimizer=optimizer)
     assert not optimizer.state_dict()["state"]
+
+
+def test_keys_of_the_same_text_keep_their_tensors(tmp_path):
+    saved = {1: torch.zeros(2), "1": torch.ones(2), "1'": torch.full((2,), 2.0), None: 3}
+    Store(tmp_path).save(0, extra={"by_key": saved})
+    Store(tmp_path).load(extra=(extra := {}))
+    assert {key: repr(value) for key, value in extra["by_key"].items()} == {
+        key: repr(value) for key, value in saved.items()
+    }
+
+
+def test_numbers_of_numpy_come_back_as_those_of_python(tmp_path):
+    Store(tmp_path).save(0, extra={"numbers": [np.bool_(True), np.float32(1.5), np.int8(3), np.str_("a")]})
+    Store(tmp_path).load(extra=(extra := {}))
+    assert [(type(one), one) for one in extra["numbers"]] == [(bool, True), (float, 1.5), (int, 3), (str, "a")]
+
+
+def test_the_default_device_is_not_that_of_states(tmp_path):
+    model, other, extra = make(), make(0.5), {}
+    optimizer, its_optimizer = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    step_of(model, optimizer)
+    store = Store(tmp_path)
+    with torch.device("meta"):
+        store.save(0, model=model, optimizer=optimizer, extra={"table": torch.ones(2, device="cpu")})
+        store.load(model=other, optimizer=its_optimizer, extra=extra)
+    assert extra["table"].tolist() == [1.0, 1.0]
+    assert_same_state(its_optimizer.state_dict(), optimizer.state_dict())
 
 
 def test_state_in_another_dtype_than_the_parameter(tmp_path):

@@ -7,7 +7,7 @@ import errno
 import os
 import random
 
-from echelon.checkpoint.fs import FileSystem, Input, Output
+from echelon.checkpoint.fs import FileSystem, Input, Output, exchange_by_renames
 
 _SECTOR = 512
 
@@ -68,8 +68,9 @@ FATES = {
 class CrashingDisk(FileSystem):
     """File system in memory. `log` has its calls, which `replayed` repeats up to a number of them."""
 
-    def __init__(self, root=None):
+    def __init__(self, root=None, exchanges=True):
         self.root = root or Folder()
+        self.exchanges = exchanges  # NFS does not
         self.log = []
 
     def mark(self, value):
@@ -129,7 +130,10 @@ class CrashingDisk(FileSystem):
         self._do("move", old, new)
 
     def exchange(self, one, other):
-        self._do("swap", one, other)
+        if self.exchanges:
+            self._do("swap", one, other)
+        else:
+            exchange_by_renames(self, one, other)
 
     def remove(self, path):
         self._do("unlink", path)

@@ -13,7 +13,7 @@ import errno
 import os
 import signal
 
-from echelon.checkpoint.commit import clear, is_records, prepare
+from echelon.checkpoint.commit import bring_back, clear, is_records, prepare, set_aside
 from echelon.checkpoint.fs import FileSystem
 from echelon.checkpoint.lock import Lock, holder_of, is_alive, is_held, wait_until, who_holds
 from echelon.checkpoint.priority import restore
@@ -58,7 +58,7 @@ def settle_before_reading(fs: FileSystem, folder: str, patience: float = PATIENC
         CheckpointError: a writer of another host does not end.
         OSError: the folder cannot be read.
     """
-    if not fs.is_folder(folder) or not _records(fs, folder):
+    if not fs.is_folder(folder) or not (_records(fs, folder) or set_aside(fs, folder)):
         return
     try:
         lock = fs.lock(f"{folder}/{_LOCK}")
@@ -69,6 +69,7 @@ def settle_before_reading(fs: FileSystem, folder: str, patience: float = PATIENC
     try:
         if lock.try_take():
             settle(fs, folder, patience)
+            bring_back(fs, folder)
     finally:
         lock.close()
 

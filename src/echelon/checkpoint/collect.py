@@ -340,11 +340,6 @@ def _data(part: _Part, told: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
     return data
 
 
-def _united(told: Sequence[Mapping[str, Any]], prefix: str) -> list[str]:
-    """Returns the names of a model's tensors on all ranks."""
-    return sorted({name for each in told for name in each["models"][prefix]})
-
-
 class _Writer:
     """State that grows by tensors, each under one name."""
 

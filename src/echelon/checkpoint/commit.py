@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 
 from echelon.checkpoint.folder import Folder, failed_to, step_name
-from echelon.checkpoint.fs import FileSystem
+from echelon.checkpoint.fs import ASIDE, FileSystem
 from echelon.checkpoint.manifest import NAME, decode, file_name
 from echelon.errors import CheckpointError
 
-_LEFTOVER = re.compile(r"\.step-\d{8,18}\.[0-9a-f]{16}(\.old|\.writers)?")
+_LEFTOVER = re.compile(r"\.step-(\d{8,18})\.[0-9a-f]{16}(\.old|\.writers)?")
 _OURS = re.compile(r"manifest\.json|rank-\d{5,6}(\.safetensors)?")
 """Names of files that a save may have left."""
 
@@ -31,7 +31,7 @@ def writers_of(draft: str) -> str:
 def is_records(name: str) -> bool:
     """Whether a name is that of a folder with the records of writers."""
     match = _LEFTOVER.fullmatch(name)
-    return match is not None and match[1] == ".writers"
+    return match is not None and match[2] == ".writers"
 
 
 def prepare(fs: FileSystem, folder: str) -> None:
@@ -54,12 +54,36 @@ def prepare(fs: FileSystem, folder: str) -> None:
         fs.sync_folder(each.rpartition("/")[0] or ("/" if each.startswith("/") else "."))
 
 
+def set_aside(fs: FileSystem, folder: str) -> dict[str, str]:
+    """Returns the checkpoints that a crash has left without a name, by the name that each had.
+
+    One that replaces a step is renamed three times where the file system cannot exchange names.
+    """
+    names = set(fs.list_folder(folder))
+    asides = {
+        f"step-{match[1]}": match[0] for name in names if (match := _LEFTOVER.fullmatch(name)) and match[2] == ASIDE
+    }
+    return {name: aside for name, aside in asides.items() if name not in names}
+
+
+def bring_back(fs: FileSystem, folder: str) -> None:
+    """Gives the checkpoints that a crash has left without a name theirs back.
+
+    Raises:
+        OSError: one cannot be renamed.
+    """
+    for name, aside in set_aside(fs, folder).items():
+        fs.rename(f"{folder}/{aside}", f"{folder}/{name}")
+        fs.sync_folder(folder)
+
+
 def clear(fs: FileSystem, folder: str) -> None:
     """Removes drafts that a save has left. Files with other names stay, and so do their folders.
 
     Raises:
         OSError: one cannot be removed.
     """
+    bring_back(fs, folder)
     for name in fs.list_folder(folder):
         if _LEFTOVER.fullmatch(name) and fs.is_folder(f"{folder}/{name}"):
             remove_draft(fs, f"{folder}/{name}")

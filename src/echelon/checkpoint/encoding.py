@@ -21,6 +21,7 @@ from torch import Tensor
 
 from echelon.arguments import named
 from echelon.backends.admission import check_values
+from echelon.checkpoint.layout import free_name
 from echelon.checkpoint.state import Json
 from echelon.errors import InvalidArgument
 
@@ -139,10 +140,11 @@ def joined(*parts: str) -> str:
 
 
 def _encode(value: object, name: str, tensors: dict[str, Tensor], around: list[int]) -> Json:
-    if value is None or isinstance(value, bool | str):
-        return value
+    # Before bool: numpy's is no bool, and would pass for the int that it is converted to.
     if isinstance(value, np.generic):
         value = value.item()
+    if value is None or isinstance(value, bool | str):
+        return value
     if isinstance(value, int):
         if value.bit_length() > _LONGEST:
             raise InvalidArgument(f"{name} is a number of {value.bit_length()} bits: at most {_LONGEST} can be stored")
@@ -182,10 +184,16 @@ def _encode_nested(
         if is_plain and not isinstance(value, Counter):
             return {str(key): _encode(item, joined(name, str(key)), tensors, around) for key, item in value.items()}
         pairs: list[Json] = []
+        taken: set[str] = set()
         for index, (key, item) in enumerate(value.items()):
-            pairs.append(
-                [_encode(key, f"{name}, key {index},", {}, []), _encode(item, joined(name, str(key)), tensors, around)]
-            )
+            encoded = encode(key, f"{name}, key {index},")
+            if encoded.tensors:
+                raise InvalidArgument(
+                    f"{name} has a tensor as a key, which is found by its identity: use names as keys"
+                )
+            # Keys such as 1 and "1" have the same text: the second one's tensor would replace the first one's.
+            text = free_name(str(key), taken)
+            pairs.append([encoded.data, _encode(item, joined(name, text), tensors, around)])
         return {_MARK + ("counter" if isinstance(value, Counter) else "dict"): pairs}
     if isinstance(value, tuple):
         return {_MARK + "tuple": items(value)}
@@ -216,11 +224,7 @@ def _decode_marked(kind: str, data: Json, tensor_of: Callable[[str], Tensor]) ->
     if kind == "complex":
         return complex(*inner)
     if kind in ("dict", "counter"):
-        pairs = {_hashable(key): item for key, item in inner}
+        pairs = dict(inner)
         return Counter(pairs) if kind == "counter" else pairs
     makers: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
     return makers[kind](inner)
-
-
-def _hashable(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key

@@ -12,6 +12,9 @@ from typing import final
 
 from echelon.checkpoint.lock import FileLock, Lock
 
+ASIDE = ".old"
+"""Ends the name under which a folder waits while names are exchanged by renames."""
+
 
 class Output(ABC):
     """New file that is written from its begin to its end."""
@@ -145,10 +148,7 @@ class Disk(FileSystem):
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS):
             raise OSError(number, os.strerror(number), one)
-        aside = one + ".old"
-        os.rename(other, aside)
-        os.rename(one, other)
-        os.rename(aside, one)
+        exchange_by_renames(self, one, other)
 
     def remove(self, path: str) -> None:
         """Removes a file."""
@@ -157,6 +157,15 @@ class Disk(FileSystem):
     def remove_folder(self, path: str) -> None:
         """Removes an empty folder."""
         os.rmdir(path)
+
+
+def exchange_by_renames(fs: FileSystem, one: str, other: str) -> None:
+    """Exchanges the names of two folders of one folder. A failure or crash may leave `other` as `one` + ASIDE."""
+    folder, aside = one.rpartition("/")[0], one + ASIDE
+    # Each is on disk before the next: a crash must not keep a later one alone, which would lose a folder.
+    for old, new in ((other, aside), (one, other), (aside, one)):
+        fs.rename(old, new)
+        fs.sync_folder(folder)
 
 
 class _DiskOutput(Output):

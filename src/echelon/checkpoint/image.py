@@ -109,5 +109,4 @@ def _bytes_of(values: Tensor, first: int, last: int) -> Tensor:
 
 
 def _tensor_of(data: bytes) -> Tensor:
-    with torch.device("cpu"):
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # torch warns of bytes, which it must not change

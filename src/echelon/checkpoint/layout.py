@@ -111,7 +111,7 @@ def layout_file(entries: Mapping[str, Entry], parts: Iterable[Part]) -> FileLayo
         if is_rows and times[part.name] == 1 and part.name != "__metadata__":
             key, shape, first = part.name, _rows(entry, part), [part.start // max(entry.row, 1)]
         else:
-            key, shape, first = _free(f"{part.name}@{part.start}-{part.stop}", taken), [part.stop - part.start], [0]
+            key, shape, first = free_name(f"{part.name}@{part.start}-{part.stop}", taken), [part.stop - part.start], [0]
         spans.append((part, position, end := position + (part.stop - part.start) * entry.itemsize))
         name = DTYPES[entry.dtype][1]
         if name == "U8" and entry.dtype != "uint8":
@@ -137,7 +137,7 @@ def _rows(entry: Entry, part: Part) -> list[int]:
     return [(part.stop - part.start) // entry.row, *entry.shape[1:]]
 
 
-def _free(key: str, taken: set[str]) -> str:
+def free_name(key: str, taken: set[str]) -> str:
     """Returns a key like `key` that is not taken, and takes it."""
     while key in taken:
         key += "'"

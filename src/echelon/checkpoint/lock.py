@@ -94,7 +94,7 @@ def noted(file: int) -> dict[str, Any]:
 
 def holder_of(path: str) -> str:
     """Returns the process that a lock's file names, as text."""
-    value = _read(path)
+    value = who_holds(path)
     if "pid" not in value:
         return "another process"
     return f"process {value['pid']} on {value.get('host')}"
@@ -147,11 +147,6 @@ def is_alive(value: dict[str, Any]) -> bool | None:
     return started_at(value["pid"]) == value.get("started")
 
 
-def who_holds(path: str) -> dict[str, Any]:
-    """Returns the content of a lock's file. Empty if there is none."""
-    return _read(path)
-
-
 def started_at(pid: int) -> int:
     """Returns the kernel's time at which a process began. 0 if there is no such process, or it has ended.
 
@@ -165,7 +160,8 @@ def started_at(pid: int) -> int:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
-def _read(path: str) -> dict[str, Any]:
+def who_holds(path: str) -> dict[str, Any]:
+    """Returns the content of a lock's file. Empty if there is none."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

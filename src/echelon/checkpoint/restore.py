@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -51,12 +51,6 @@ class Source(Protocol):
 
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Fills the targets. Does not communicate."""
-
-
-class _Missing(NamedTuple):
-    """Value that the checkpoint has for other ranks only."""
-
-    name: str
 
 
 @dataclass
@@ -348,7 +342,8 @@ def _read_small(live: _Live, names: Iterable[str]) -> None:
     for name in names:
         if name not in live.tensors:
             spec = live.source.specs[name]
-            live.tensors[name] = torch.empty(spec.shape, dtype=spec.dtype)
+            # Not on the default device: states of generators and arrays of NumPy are taken on the CPU alone.
+            live.tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
     live.source.read([Wanted(name, 0, live.tensors[name].view(-1)) for name in names])
 
 
@@ -455,7 +450,7 @@ def _fill(source: Source, targets: Iterable[Target]) -> None:
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             direct.append(Wanted(target.name, target.start, tensor.detach().view(-1)))
             continue
-        copy = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
         source.read([Wanted(target.name, target.start, copy)])
         with torch.no_grad():
             tensor.copy_(copy.view(tensor.shape))

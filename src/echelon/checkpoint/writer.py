@@ -17,7 +17,7 @@ from echelon.checkpoint.blocks import cut, write_file
 from echelon.checkpoint.commit import commit, draft_of, remove_draft, remove_old, writers_of
 from echelon.checkpoint.folder import failed_to
 from echelon.checkpoint.fs import Disk
-from echelon.checkpoint.lock import note, noted, wait_for_end
+from echelon.checkpoint.lock import note, noted, wait_for_end, who_holds
 from echelon.checkpoint.manifest import encode, file_name
 from echelon.checkpoint.priority import lower
 from echelon.errors import CheckpointError, EchelonError, FileError, summarize
@@ -76,7 +76,7 @@ def _commit(task: dict[str, Any]) -> None:
         record = f"{writers_of(draft)}/rank-{rank:05d}"
         try:
             # The own lock is not waited for: nobody else will release it.
-            value = wait_for_end(record) if rank else _own(record)
+            value = wait_for_end(record) if rank else who_holds(record)
         except FileNotFoundError:
             value = {"error": f"rank 0 does not see {record}: use a folder that all hosts share"}
         if "size" in value:
@@ -96,15 +96,3 @@ def _commit(task: dict[str, Any]) -> None:
         raise
     except OSError as error:
         raise failed_to("write", draft, error) from None
-
-
-def _own(record: str) -> dict[str, Any]:
-    file = os.open(record, os.O_RDONLY)
-    try:
-        return noted(file)
-    finally:
-        os.close(file)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
