@@ -45,8 +45,9 @@ def assign(entries: Mapping[str, Entry], held: Sequence[Iterable[Part]]) -> list
 def _common(name: str, numel: int, ranges: list[tuple[int, int, int]]) -> Iterable[tuple[Part, tuple[int, ...]]]:
     """Yields the longest parts of a tensor that are held by the same ranks, with these."""
     events = sorted([(start, 1, rank) for start, _, rank in ranges] + [(stop, -1, rank) for _, stop, rank in ranges])
-    counts: dict[int, int] = {}
+    counts: dict[int, int] = {}  # a rank may hold an element twice
     position = 0
+    # The last event finds elements at the end that nobody holds.
     for place, change, rank in [*events, (numel, 0, 0)]:
         if place > position:
             if not counts:

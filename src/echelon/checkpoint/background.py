@@ -86,6 +86,7 @@ class BackgroundWriter:
         )
         weakref.finalize(self, _let_go, self._process)
         note(record.fileno, name_of(self._process.pid) | {"writes": True})
+        # The lock stays held: it belongs to the open file, which the process has inherited.
         record.close()
         # It begins now: its notes come after this one. A byte, since a forked child may keep the pipe open.
         assert self._process.stdin is not None

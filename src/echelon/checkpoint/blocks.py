@@ -54,6 +54,7 @@ def write_file(fs: FileSystem, path: str, blocks: Iterable[memoryview]) -> Store
         last: Future[None] | None = None
         with ThreadPoolExecutor(1, "checkpoint") as helper:
             for block in blocks:
+                # Before the wait: the helper writes the last block meanwhile.
                 crcs.append(zlib.crc32(block))
                 if last is not None:
                     last.result()

@@ -44,6 +44,7 @@ def claim(fs: FileSystem, folder: str, patience: float = PATIENCE) -> Lock:
         raise CheckpointError(f"{holder_of(lock.path)} saves into {folder}: stop it, or use another folder")
     try:
         settle(fs, folder, patience)
+        # Only now: a writer could have committed one of the drafts meanwhile.
         clear(fs, folder)
     except BaseException:
         lock.close()
@@ -85,6 +86,7 @@ def settle(fs: FileSystem, folder: str, patience: float) -> None:
     def busy() -> list[str]:
         return [path for path in _records(fs, folder) if is_held(path)]
 
+    # A writer goes last until somebody waits for it, as this job does now.
     for value in map(who_holds, busy()):
         if value.get("writes") and is_alive(value):
             restore(value["pid"])

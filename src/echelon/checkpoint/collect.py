@@ -362,6 +362,7 @@ def _state(part: _Part, told: Sequence[Mapping[str, Any]], data: dict[str, Json]
     """Returns the state under its names: values of a rank alone end with @ and the rank."""
     writer = _Writer()
     local = set(cast("list[str]", data["local"]))
+    # The first replica's copy has no suffix: every other layout loads that one.
     copy = f"@{part.place.dp}" if part.place.dp else ""
     for model in part.models.values():
         for name, tensor in model.tensors.items():

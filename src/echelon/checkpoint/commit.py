@@ -14,6 +14,7 @@ from echelon.checkpoint.manifest import NAME, decode, file_name
 from echelon.errors import CheckpointError
 
 _LEFTOVER = re.compile(r"\.step-(\d{8,18})\.[0-9a-f]{16}(\.old|\.writers)?")
+# The files of writers' records have no suffix. A world of more than 99,999 ranks has six digits.
 _OURS = re.compile(r"manifest\.json|rank-\d{5,6}(\.safetensors)?")
 """Names of files that a save may have left."""
 
@@ -50,6 +51,7 @@ def prepare(fs: FileSystem, folder: str) -> None:
             missing.append(path)
             path = path.rpartition("/")[0] or ("/" if path.startswith("/") else "")
     for each in reversed(missing):
+        # A folder is on disk when the names in its parent are.
         fs.make_folder(each)
         fs.sync_folder(each.rpartition("/")[0] or ("/" if each.startswith("/") else "."))
 
@@ -165,7 +167,7 @@ def remove_old(fs: FileSystem, folder: str, step: int, run: str, keep: int | Non
     if keep is None:
         return
     others = [each.step for each in Folder(folder, fs).found() if each.manifest is not None and each.step != step]
-    for old in others[keep - 1 :]:
+    for old in others[keep - 1 :]:  # the newest come first, and the new step is one of those to keep
         path, draft = f"{folder}/{step_name(old)}", draft_of(folder, old, run)
         try:
             if not all(_OURS.fullmatch(name) for name in fs.list_folder(path)):

@@ -56,4 +56,5 @@ def _are_names(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
+    # True and False are ints, too.
     return type(value) is int and value >= 0

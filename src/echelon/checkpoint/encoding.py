@@ -198,6 +198,7 @@ def _encode_nested(
     if isinstance(value, tuple):
         return {_MARK + "tuple": items(value)}
     if isinstance(value, set | frozenset):
+        # Sorted: text has another hash in each process, and ranks compare digests of their values.
         return {_MARK + ("set" if isinstance(value, set) else "frozenset"): items(sorted(value, key=repr))}
     return items(value)
 
@@ -206,6 +207,7 @@ def _array(value: np.ndarray[Any, Any], name: str, tensors: dict[str, Tensor]) -
     if value.dtype.kind not in "biufc" or value.dtype.byteorder == ">":
         raise InvalidArgument(f"{name} is an array of {value.dtype}, which has no numbers: store it as a list")
     data = np.ascontiguousarray(value)
+    # A copy, since torch warns of arrays that cannot be written to.
     tensors[name] = torch.from_numpy(data.reshape(-1).view(np.uint8).copy())
     return [str(value.dtype), list(value.shape)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import warnings
@@ -116,7 +117,7 @@ class Folder:
                 if damaged:
                     warnings.warn(f"step {each.step} is the newest that can be read: {damaged[0]}", stacklevel=2)
                 return each.manifest
-            if each.is_newer:
+            if each.is_newer:  # not damaged: a run that went on from an older one would do its steps again
                 raise CheckpointError(each.problem)
             damaged.append(each.problem)
         if damaged:
@@ -206,6 +207,7 @@ class Folder:
     def _named(self) -> list[int]:
         """Returns the steps that folders are named as, the newest first."""
         steps = [int(match[1]) for name in self.names() if (match := _STEP.fullmatch(name))]
+        # A set: a name with more zeros than ours is of the same step.
         return sorted({step for step in steps if self.fs.is_folder(f"{self.path}/{step_name(step)}")}, reverse=True)
 
     def _unknown(self, manifest: Manifest) -> list[str]:
@@ -225,7 +227,7 @@ def failed_to(act: str, path: str, error: OSError) -> FileError:
         "FileExistsError": "it is a file, give a folder",
         "PermissionError": "give a folder with the rights to it",
     }.get(type(error).__name__, "see to the disk")
-    if error.errno in (28, 122):  # ENOSPC, EDQUOT
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "free some space, or keep fewer checkpoints with keep="
     reason = error.strerror or str(error)
     return FileError(f"cannot {act} {name}: {reason}; {advice}")

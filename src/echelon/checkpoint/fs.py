@@ -140,7 +140,8 @@ class Disk(FileSystem):
         os.rename(old, new)
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchanges the names of two folders at once; by two renames where the file system cannot, as NFS."""
+        """Exchanges the names of two folders at once; by renames where the file system cannot, as NFS."""
+        # The os module has no call that exchanges names.
         call = ctypes.CDLL(None, use_errno=True).renameat2
         here = -100  # AT_FDCWD
         if call(here, os.fsencode(one), here, os.fsencode(other), 2) == 0:  # RENAME_EXCHANGE
@@ -190,6 +191,7 @@ class _DiskOutput(Output):
                 self._set_direct(False)
 
     def sync(self) -> None:
+        # Direct writes need it, too: for the length of the file, and for the cache of the disk itself.
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -218,6 +220,7 @@ class _DiskInput(Input):
 
     def read_into(self, position: int, out: memoryview) -> int:
         done = 0
+        # A call may read less than is asked for.
         while done < len(out) and (count := os.preadv(self._file, [out[done:]], position + done)):
             done += count
         return done

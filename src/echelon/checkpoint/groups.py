@@ -9,6 +9,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.checkpoint.model import wrapped_by
 from echelon.data_parallel.zero import ZeroOptimizer
 from echelon.errors import InvalidArgument
@@ -18,8 +19,8 @@ from echelon.launch.init import carry, current_group, end_with_program
 from echelon.launch.torch_store import connect_default_group
 from echelon.pipeline.run.pipeline import Pipeline
 
-_TIMEOUT, _PATIENCE = 600.0, 60.0
-"""Seconds: default of a group over torch.distributed's ranks, and for them to find each other."""
+_PATIENCE = 60.0
+"""Seconds for the ranks of torch.distributed to find each other."""
 
 # Weak: a group ends with its pipeline, or with torch's default group.
 _of_pipelines: weakref.WeakKeyDictionary[Pipeline, ProcessGroup] = weakref.WeakKeyDictionary()
@@ -69,7 +70,8 @@ def _grid(stages: ProcessGroup, replicas: ProcessGroup) -> ProcessGroup:
     told = replicas.all_gather_object([str(stages.context), list[JsonLike](stages.ranks)])
     rows = cast("list[tuple[str, list[int]]]", told)
     ranks = sorted(rank for _, row in rows for rank in row)
-    # Every rank derives the same context from those of the pipelines, so no message is needed between columns.
+    # Every rank derives the same context from those of the pipelines, so no message is needed between columns. The top
+    # bit keeps it apart from small numbers such as the world's context, 1.
     text = f"checkpoint of the pipelines {sorted(context for context, _ in rows)}"
     context = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1 << 63
     return ProcessGroup(
@@ -87,7 +89,7 @@ def _of_default_group() -> ProcessGroup | None:
             group = world.group.subgroup(range(world.group.world_size), "checkpoint")
             assert group is not None
         else:
-            tcp = connect_default_group(_TIMEOUT, _PATIENCE)
+            tcp = connect_default_group(DEFAULT_TIMEOUT, _PATIENCE)
             group = ProcessGroup(carry(tcp, "tcp", _PATIENCE, torch.device("cpu")))
             end_with_program(group)
         _of_torch[world] = group

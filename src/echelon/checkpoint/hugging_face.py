@@ -61,6 +61,7 @@ def export_hf(checkpoint: Checkpoint, folder: str, config: str | None = None, *,
         files.append(file)
     if len(parts) > 1:
         size = sum(_bytes(checkpoint, name) for name in stored.values())
+        # transformers reads the metadata of every index.
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
         _write_text(os.path.join(folder, "model.safetensors.index.json"), text)
     _write_text(os.path.join(folder, "config.json"), json.dumps(settings, indent=2))

@@ -53,7 +53,7 @@ def copies_of(layout: FileLayout, pieces: Sequence[Part]) -> list[Copy]:
         ranges.sort()
     copies = []
     for (name, start, stop), begin, end in layout.placed:
-        if start == stop:
+        if start == stop:  # a tensor without elements has a name in the header alone
             continue
         size = (end - begin) // (stop - start)
         position = start

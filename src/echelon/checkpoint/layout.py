@@ -107,7 +107,9 @@ def layout_file(entries: Mapping[str, Entry], parts: Iterable[Part]) -> FileLayo
     spans, position = [], 0
     for part in ordered:
         entry = entries[part.name]
+        # max: a row of a shape such as [3, 0] has no elements.
         is_rows = part.start % max(entry.row, 1) == part.stop % max(entry.row, 1) == 0
+        # A name stands once in a header, and "__metadata__" is a key of the format itself.
         if is_rows and times[part.name] == 1 and part.name != "__metadata__":
             key, shape, first = part.name, _rows(entry, part), [part.start // max(entry.row, 1)]
         else:
@@ -115,13 +117,14 @@ def layout_file(entries: Mapping[str, Entry], parts: Iterable[Part]) -> FileLayo
         spans.append((part, position, end := position + (part.stop - part.start) * entry.itemsize))
         name = DTYPES[entry.dtype][1]
         if name == "U8" and entry.dtype != "uint8":
-            shape.append(entry.itemsize)
+            shape.append(entry.itemsize)  # a reader sees the bytes of each element as one more dim
         header[key] = {"dtype": name, "shape": shape, "data_offsets": [position, end]}
         offsets[key] = {"saved_offsets": first + [0] * (len(shape) - 1) if shape else []}
         position = end
     # Both keys are asked for by readers: the first by transformers, the second by torch's HuggingFaceStorageReader.
     header["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format allows spaces after the JSON.
     text += b" " * (-(_PREFIX + len(text)) % _ALIGNMENT)
     data = len(text).to_bytes(_PREFIX, "little") + text
     first_byte = len(data)

@@ -59,8 +59,8 @@ class Checkpoint:
         for each in wanted:
             self._check(each)
             if each.out.device.type == "cpu":
-                self._locate(each, by_file)
-            else:
+                self._locate(each, by_file)  # read below: a block that several targets share is read and checked once
+            else:  # one at a time, since each takes host memory
                 out = torch.empty(each.out.shape, dtype=each.out.dtype, device="cpu")
                 self._read(self._locate(each._replace(out=out), {}))
                 each.out.copy_(out)
@@ -84,6 +84,7 @@ class Checkpoint:
         places, stop, size = tensors.pieces[name], start + out.numel(), tensors.entries[name].itemsize
         if start == stop:
             return by_file
+        # torch's tensors offer no buffer, arrays of NumPy do.
         memory = memoryview(bytes_of(out).numpy().data)
         for place in places[bisect_right(places, start, key=lambda place: place.start) - 1 :]:
             if place.start >= stop:
@@ -156,6 +157,7 @@ def open_checkpoint(
         return manifest
 
     manifest = together(group, choose, folder.path)
+    # Checksums of one file: ranks that see other folders may have the same step in both.
     mine = None if manifest is None else [manifest.step, [file.crcs for file in manifest.files][:1]]
     told = gather(group, [step, mine])
     for number, (asked, _) in enumerate(told):

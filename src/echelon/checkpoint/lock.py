@@ -111,6 +111,7 @@ def is_held(path: str) -> bool:
     except FileNotFoundError:
         return False
     try:
+        # Shared, so that two processes that look at once do not take each other for the holder.
         return not _flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
     finally:
         os.close(file)
@@ -154,9 +155,11 @@ def started_at(pid: int) -> int:
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name of the program comes before, and may have spaces and parentheses.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return 0
+    # A zombie holds no lock any more, however long its parent does not wait for it.
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
@@ -175,6 +178,7 @@ def who_holds(path: str) -> dict[str, Any]:
 def _flock(file: int, how: int, path: str) -> bool:
     """Takes a lock of an open file. False if another one holds it."""
     try:
+        # Not lockf: its locks belong to processes, so they are not inherited, and any close of the file frees them.
         fcntl.flock(file, how)
     except OSError as error:
         if error.errno == errno.EWOULDBLOCK:

@@ -23,6 +23,7 @@ _MAX_FILES = 1 << 17
 _MAX_DIMS = 64
 _MAX_BYTES = 1 << 60
 """Bytes of the largest tensor: an exabyte."""
+# Text at the begin, so that the version is known without a parser: a newer format may have any body.
 _HEAD = re.compile(rb'\{"echelon checkpoint": (\d{1,9}), "crc32": "([0-9a-f]{8})", "content": ')
 _TAIL = b"}\n"
 
@@ -148,6 +149,7 @@ def is_newer(data: bytes) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # JSON leaves equal names to the reader, and Python takes the last one without a word.
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -167,6 +169,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
         entries[name] = _entry(name, value)
         pieces[name] = _pieces(name, entries[name].numel, value["pieces"], len(files))
     tensors = Tensors(entries, pieces, len(files))
+    # Places in a file are not stored. They follow from the tensors, so none can lie outside of it.
     for number, (file, layout) in enumerate(zip(files, tensors.layouts, strict=True)):
         if (file.size, len(file.crcs)) != (layout.size, -(-layout.size // BLOCK)):
             raise ValueError(

@@ -150,6 +150,7 @@ def _local_box(tensor: Any, name: str) -> tuple[Tensor, list[int]]:
     begins, sizes = [0] * tensor.dim(), list(tensor.shape)
     local: Tensor = tensor.to_local().detach()
     for axis, placement in enumerate(tensor.placements):
+        # Not a subclass: for fully_shard beside tensor parallel torch has one with another order of elements.
         if type(placement) is Shard:
             dim = placement.dim
             # As torch.chunk cuts: ceil(size / number) each, and less or nothing at the end.
@@ -202,6 +203,7 @@ def _add(found: ModelTensors, module: nn.Module, prefix: str, takes_meta: bool) 
     parameters = {id(one): name for name, one in module.named_parameters()}
     buffers = {id(one): name for name, one in module.named_buffers()}
     seen = {id(tensor): name for name, tensor in found.tensors.items()}
+    # keep_vars: the tensors themselves, not detached ones, which have other ids.
     for raw, value in module.state_dict(keep_vars=True).items():
         name = prefix + plain_name(raw)
         if raw.rpartition(".")[2] == _EXTRA_STATE:

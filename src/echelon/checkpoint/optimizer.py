@@ -75,6 +75,7 @@ def options_of(optimizer: torch.optim.Optimizer, section: str) -> list[Encoded]:
     """Returns the options of each group."""
     return [
         encode(
+            # torch's param_names are names on this rank. Groups are stored with those of the unsplit model.
             {key: value for key, value in group.items() if key not in ("params", "param_names")},
             joined(section, "groups", str(number)),
         )
@@ -156,6 +157,7 @@ def _add_shards(found: OptimizerState, optimizer: ZeroOptimizer, names: Mapping[
                 found.specs[name] = spec_of(value)
                 found.pieces.append(Piece(name, 0, value.detach()))
     # Shards are cut in the order of memory, which is not that of the elements here: whole states are stored.
+    # All parameters are asked, as gather_state is collective: this rank may have no part of a transposed one.
     if any(not parameter.is_contiguous() for parameter in optimizer.whole_parameters):
         whole = gather_state(transposed, optimizer.whole_parameters, optimizer.group)
         for number, state in whole.items():
@@ -257,6 +259,7 @@ def restored(
                     yield Target(rename(stored), 0, whole)
                     state[key].copy_(in_memory_order(whole)[start : start + view.numel()])
         if state:
+            # In the order in which the optimizer has made them, as its state_dict shows it.
             states[view] = {key: state[key] for key in (*before, *state) if key in state}
 
 

@@ -53,13 +53,14 @@ def agree(group: ProcessGroup | None, call: dict[str, Any], state: State, run: s
         CheckpointError: no rank holds some elements of a tensor, or another rank has failed.
     """
     held = [[piece.name, piece.start, piece.start + piece.values.numel()] for piece in state.pieces]
-    error: UnsupportedOp | None = None
+    error: UnsupportedOp | None = None  # raised after the gather, in which the others wait
     entries: dict[str, Entry] = {}
     try:
         entries = {name: entry_of(name, spec) for name, spec in state.specs.items()}
     except UnsupportedOp as caught:
         error = caught
     mine = {
+        # Rank 0 alone writes the values that all ranks share, so the others compare theirs by a digest.
         "call": call | {"data": _digest(state.data)},
         "digest": _digest([entries, held]),
         "own": state.own,
@@ -79,6 +80,7 @@ def agree(group: ProcessGroup | None, call: dict[str, Any], state: State, run: s
                     "one rank as PerRank(value)"
                 )
     digests = [value["digest"] for value in values]
+    # All ranges of all ranks are many names, and a run saves the same ones each time.
     if last is None or last.digests != digests:
         given_by = gather(group, [entries, held])
         parts = [[Part(*part) for part in each[1]] for each in given_by]

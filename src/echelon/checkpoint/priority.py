@@ -29,6 +29,7 @@ def lower() -> None:
 
 def restore(pid: int) -> None:
     """Gives a writer's session the usual priority, since somebody waits for it. May have no effect: call it again."""
+    # The kernel asks for rights below 0 alone. The nice value of a process could not be taken back.
     _set(str(pid), 0)
 
 

@@ -19,6 +19,7 @@ def process_state() -> dict[str, Any]:
     """Returns the states of `random`, `numpy.random` and torch, for the CPU and this rank's GPU."""
     state = {"python": _of_python(random.getstate()), "numpy": np.random.get_state(legacy=False)}
     state["torch"] = torch.get_rng_state()
+    # Asking a GPU for its state would initialize CUDA in programs that never use it.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -31,6 +32,7 @@ def set_process_state(state: Mapping[str, Any]) -> None:
     if kind == state["numpy"]["bit_generator"]:  # the program may have installed another one since
         np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    # A run of GPUs may go on without one.
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 

@@ -93,6 +93,7 @@ def restore(
         InvalidArgument: the objects are others than the saved ones; on all ranks, before anything has changed.
         CheckpointError: a file cannot be read, or the manifest has values that no save writes.
     """
+    # Before any object changes: a value of another form would be noticed halfway.
     check_contents(source.step, source.data, len(source.own))
     rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
     live, told = describe_or_fail(
@@ -370,6 +371,7 @@ def _apply(live: _Live, matched: Mapping[str, list[Json]]) -> None:
         _load_optimizer(live, section, options)
     if objects.extra is not None:
         _fill_extra(objects.extra, live.values)
+    # Last, as methods of the user's objects above may draw numbers.
     if "random" in live.values:
         set_process_state(live.values["random"])
 
@@ -408,6 +410,7 @@ def _load_optimizer(live: _Live, section: str, options: Sequence[Json]) -> None:
         new = {key: value for key, value in group.items() if key != "params"}
         if saved is not None:
             new |= _placed(decode(saved, lambda name: live.tensors[name].clone()), group)
+        # torch pairs parameters by these numbers, in their order.
         groups.append({**new, "params": list(range(number, number + len(group["params"])))})
         number += len(group["params"])
     # Empty, so that torch converts no dtype; the states are filled below. Tensors that fit are used again.

@@ -33,7 +33,7 @@ from echelon.errors import CheckpointError, EchelonError, FileError, InvalidArgu
 from echelon.group import ProcessGroup
 from echelon.launch.report import note_checkpoint
 
-_MAX_STEP = 10**18
+_MAX_STEP = 10**18  # names of folders have at most 18 digits
 _Outcome = dict[str, Any]
 
 
@@ -207,7 +207,7 @@ class Saver:
         if self._lock is None:
             self._lock = claim(self._fs, self.path)
         else:
-            clear(self._fs, self.path)
+            clear(self._fs, self.path)  # a save that failed may have left its draft, as on a full disk
         self._fs.make_folder(draft_of(self.path, step, self._run))
 
     def _write(self, manifest: Manifest, plan: Plan, state: State) -> None:

@@ -47,6 +47,7 @@ def together(group: ProcessGroup | None, act: Callable[[], Result], path: str = 
     except Exception as caught:  # of the user's code, or of a GPU: the others must not wait for this rank
         error = caught
     outcomes = gather(group, None if error is None else failure(error))
+    # Before those of the others, which are text: this one has its type and its traceback.
     if error is not None:
         raise error
     raise_first(outcomes)

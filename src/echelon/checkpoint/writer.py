@@ -33,7 +33,6 @@ def main(memory: int, record: int, job: int) -> None:
         job: inherited file with the job.
     """
     task = noted(job)
-    note(job, {"died": True})
     try:
         lower()
         os.read(sys.stdin.fileno(), 1)  # once the rank has noted this process, or has died
@@ -91,6 +90,7 @@ def _commit(task: dict[str, Any]) -> None:
         commit(fs, folder, step, run, encode(task["content"] | {"files": files}))
         note_checkpoint(step, folder)
         remove_old(fs, folder, step, run, task["keep"])
+        # Last: by the records a job that claims the folder finds the writers that it has to wait for.
         remove_draft(fs, writers_of(draft))
     except EchelonError:  # also an OSError
         raise
