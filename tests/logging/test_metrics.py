@@ -26,6 +26,14 @@ def test_rank_0_writes_rows_and_a_resumed_run_replaces_later_ones(tmp_path):
     assert text.splitlines() == ["step,loss,accuracy", "0,1.0,0.5", "1,0.5,0.5", "2,0.3333333432674408,0.5"]
 
 
+def test_a_row_that_a_crash_has_cut_short_is_left_out(tmp_path):
+    """Step 12 was cut to 1, and passed for an earlier one without numbers."""
+    (tmp_path / "metrics.csv").write_text("step,loss\n11,0.5\n1")
+    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
+        metrics.add(12, loss=0.25)
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == ["step,loss", "11,0.5", "12,0.25"]
+
+
 def test_a_row_is_there_at_once(tmp_path):
     metrics = MetricsWriter(tmp_path, tensorboard=False)
     metrics.add(1, loss=2)

@@ -147,6 +147,7 @@ class Calls(ctypes.Structure):
 class _Key(ctypes.Structure):
     """`struct key`: dtype and shape of a tensor."""
 
+    # 6: MAX_DIMS in native/calls.h. Calls with tensors of more dims take Python's way.
     _fields_ = (("dtype", ctypes.c_int64), ("num_dims", ctypes.c_int64), ("shape", ctypes.c_int64 * 6))
 
 
@@ -310,11 +311,14 @@ def load(path: Path = _PATH) -> SimpleNamespace:
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
     functions = SimpleNamespace()
+    # The last entry of the table has no name.
     while name := _Method.from_address(table).name:
         setattr(functions, name.decode(), make(table, None, None))
         if name in _OF_A_GROUP:
             setattr(functions, f"{name.decode()}_of", partial(_bind, make, table))
         table += ctypes.sizeof(_Method)
+    # The library is compiled without Python.h, so that it fits any build of Python: one without a global lock, or for
+    # debugging, has a longer head before the fields of an object.
     memmove = ctypes.cast(ctypes.CDLL(None).memmove, ctypes.c_void_p).value
     if functions.set_up(memmove, object.__basicsize__) != _VERSION:
         raise Unusable("the native library is of another version of Echelon: install Echelon again")

@@ -82,9 +82,12 @@ class DataLoader(TorchDataLoader[Any]):
         """
         samples = self._samples
         samples.begin()
+        # A hash of numbers is the same in each process, other than one of text. By rank: workers of two ranks must not
+        # augment their samples alike.
         self._worker_seeds.manual_seed(hash((samples.seed, *samples.place, samples.rank)) & (2**63 - 1))
         assert self.batch_size is not None
         for batch in super().__iter__():
+            # Before the program gets it: a state that is saved in the loop counts this batch.
             samples.take(self.batch_size)
             yield batch
         samples.finish()

@@ -167,6 +167,7 @@ class DistributedSampler(Sampler[int]):
         Raises:
             CollectiveMismatch: they differ.
         """
+        # At the end of an epoch: from here on `take` counts in the next one.
         self._place = self.place
         if self._group.world_size == 1:
             return
@@ -187,8 +188,10 @@ class DistributedSampler(Sampler[int]):
         mine = range(position + self._group.rank, self._end(position), self._group.world_size)
         if not self._shuffle:
             return list(mine)
+        # A digest, not the sum that torch's sampler takes: seed 1 would begin with the second order of seed 0.
         digest = hashlib.blake2b(f"{self._seed}/{epoch}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+        # The generator's device, whatever the default device is.
         order = torch.randperm(self._num_samples, generator=generator, device="cpu")
         return order[mine.start : mine.stop : mine.step].tolist()
 

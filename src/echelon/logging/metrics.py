@@ -67,6 +67,7 @@ class MetricsWriter:
             raise Closed(f"this MetricsWriter of {self._folder} is closed: make another one, which adds to its file")
         if not is_count(step):
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0")
+        # On all ranks: a value that is no number must not end rank 0 alone.
         numbers = {name: _number(name, value) for name, value in values.items()}
         if not self._is_writer:
             return
@@ -106,7 +107,9 @@ class MetricsWriter:
             with reading(path), open(path, newline="", encoding="utf-8") as file:
                 rows = list(csv.reader(file))
         self._names = tuple(rows[0][1:]) if rows else names
-        kept = [row for row in rows[1:] if row and row[0].isdecimal() and int(row[0]) < step]
+        # A full disk or a crash of the host may have cut a row short.
+        whole = [row for row in rows[1:] if len(row) == 1 + len(self._names) and row[0].isdecimal()]
+        kept = [row for row in whole if int(row[0]) < step]
         with writing(path):
             os.makedirs(self._folder, exist_ok=True)
             self._file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115 # closed by `close`
@@ -114,6 +117,7 @@ class MetricsWriter:
         if self._uses_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
+            # It cannot remove events of later steps from the files of earlier runs, but hides them.
             self._events = SummaryWriter(self._folder, purge_step=step)
 
 
