@@ -28,7 +28,11 @@ group.close()
 
 @pytest.mark.parametrize(
     ("wait", "end", "status"),
-    [("waits", "a rank is killed", 137), ("beside", "a rank is killed", 137), ("waits", "the launcher is ended", 143)],
+    [
+        ("beside", "a rank is killed", 137),
+        pytest.param("waits", "a rank is killed", 137, marks=pytest.mark.slow),
+        pytest.param("waits", "the launcher is ended", 143, marks=pytest.mark.slow),
+    ],
 )
 def test_the_last_checkpoint_is_named_after_a_failure(tmp_path, wait, end, status):
     ended = run(tmp_path, wait, end)
@@ -36,6 +40,7 @@ def test_the_last_checkpoint_is_named_after_a_failure(tmp_path, wait, end, statu
     assert ended.stderr.count(f"echelon: the last checkpoint is of step 20, in {tmp_path}/kept\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_well_says_nothing_of_it(tmp_path):
     ended = run(tmp_path, "waits", "well")
     assert (ended.returncode, ended.stderr) == (0, "")
