@@ -40,6 +40,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
     if _suffix(path, (*_METADATA, _PAGE)) == _PAGE:
         from echelon.timeline.page import page
 
+        # replace: a name that was made of a file's bytes may be no text.
         with writing(path):
             Path(path).write_text(page(timeline, against), encoding="utf-8", errors="replace")
         return

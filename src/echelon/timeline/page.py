@@ -13,7 +13,7 @@ from echelon.timeline.words import title
 
 _MOST_STEPS = 20_000
 # Pixels of a notebook's cell around the rows: tools, titles, axes and legend.
-_AROUND, _PER_PANEL, _MOST_HEIGHT = 190, 110, 900
+_AROUND, _MOST_HEIGHT = 300, 900
 
 
 def page(timeline: Timeline, against: Timeline | None = None, padding: str = "20px 24px") -> str:
@@ -27,6 +27,7 @@ def page(timeline: Timeline, against: Timeline | None = None, padding: str = "20
         "timeline": widget(data),
         "padding": padding,
     }
+    # Not str.format, to which the braces of the style would be fields.
     return Template(resource("page.html")).substitute(values)
 
 
@@ -35,7 +36,7 @@ def notebook_cell(timeline: Timeline) -> str:
     # A notebook keeps its outputs, so a long run would make it tens of megabytes large.
     if sum(map(len, timeline.steps)) > _MOST_STEPS:
         return f"<pre>{escape(str(timeline))}</pre>"
-    height = min(_MOST_HEIGHT, _AROUND + _PER_PANEL + 40 * sum(1 + len(lanes) for lanes in _lanes(timeline)))
+    height = min(_MOST_HEIGHT, _AROUND + 40 * sum(1 + len(lanes) for lanes in _lanes(timeline)))
     return frame(page(timeline, padding="4px"), title(timeline), height)
 
 

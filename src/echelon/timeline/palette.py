@@ -172,6 +172,7 @@ def tone_of(name: str) -> Tone:
     word = name.split(maxsplit=1)[0].lower() if name.strip() else ""
     if word in _FIRST_WORDS:
         return _FIRST_WORDS[word]
+    # By their beginning: names go on, as in all_gather_object.
     if word.startswith("all_gather"):
         return "all_gather"
     if word.startswith("reduce_scatter"):

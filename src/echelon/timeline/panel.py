@@ -109,7 +109,7 @@ def _paint_axes(axes: Axes, panel: Panel, theme: Theme) -> None:
     axes.set_ylim(panel.height, 0)
     scale = time_scale(panel.length, panel.timeline.unit)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda time, _: f"{float(f'{time * scale.factor:.10g}'):g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda time, _: f"{time * scale.factor:g}"))
     axes.set_xlabel(axis_words(panel.timeline, scale), fontsize=8, color=theme.faint, labelpad=1)
     axes.tick_params(axis="x", labelsize=8, color=theme.faint, labelcolor=theme.ink)
     _paint_titles(axes, panel, theme)
@@ -157,6 +157,7 @@ def _paint_gaps(axes: Axes, panel: Panel, scale: float, theme: Theme) -> None:
             by_cause.setdefault(cause, []).append(_rectangle(left, right, top, bottom))
             for stroke in strokes(cause, left * scale, right * scale, top, bottom):
                 lines.append([(stroke.left / scale, stroke.first), (stroke.right / scale, stroke.second)])
+    # autolim: the limits are set, and matplotlib would go through all corners to find them.
     axes.add_collection(
         LineCollection(lines, colors=theme.hatch, linewidths=0.5, zorder=1.5, gid="hatch"), autolim=False
     )
@@ -281,7 +282,7 @@ def _paint_labels(axes: Axes, boxes: Sequence[_Placed], panel: Panel, scale: flo
             fontsize=size,
             family=_FONT,
             color=text_color(COLORS[box.tone]),
-            parse_math=False,
+            parse_math=False,  # names with "$" are no formulas
             zorder=4,
             gid="label",
         )

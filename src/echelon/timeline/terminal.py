@@ -121,6 +121,7 @@ def _entries(layout: TimelineLayout, drawn: Sequence[Line]) -> list[str]:
 def lines(layout: TimelineLayout, width: int, in_color: bool, memory_unit: MemoryUnit = "") -> list[Line]:
     """Draws a timeline in at most `width` columns: a line per rank, one for its memory in bytes, one for each lane."""
     titles = [f"{row.title}  " for row in layout.rows]
+    # Strips double the number of rows.
     has_strips = memory_unit == "B" and len(layout.rows) <= _MOST_ROWS // 2
     peaks = [_peak(row) if has_strips else "" for row in layout.rows]
     margin = max(map(len, (*titles, *peaks)), default=0)
@@ -175,6 +176,7 @@ class _Scale(NamedTuple):
         # The 10th percentile: in a measured run a few steps are far shorter than the rest.
         short = durations[len(durations) // 10]
         # A whole number of columns for a short step makes equal steps look equal.
+        # 1e-9: the rounding of floats must not take a column from a step that fits exactly.
         room = math.floor(width * short / makespan + 1e-9)
         if room == 0:
             return cls(width / makespan, None, in_color, makespan)

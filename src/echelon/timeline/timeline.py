@@ -178,6 +178,7 @@ class Timeline:
     steps: tuple[tuple[object, ...], ...]
     starts: tuple[tuple[Time, ...], ...]
     ends: tuple[tuple[Time, ...], ...]
+    # Not compared: a lazy sequence equals itself alone.
     transfers: Sequence[Transfer] = field(default=(), compare=False)
     peak_activations: tuple[Time, ...] = ()
     beside: tuple[tuple[tuple[Span, ...], ...], ...] = ()
