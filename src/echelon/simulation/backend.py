@@ -531,6 +531,7 @@ class VirtualLanes(Lanes):
             error = raised
         self._boundary.enter()
         work.complete(result, error)
+        # The end of a task's operation is no event, after which the clock would wake them.
         self._scheduler.clock.wake_pollers()
 
     def close(self, timeout: float) -> None:

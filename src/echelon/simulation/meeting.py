@@ -104,6 +104,7 @@ class Meeting:
         """Gives a rank of the group its seat."""
         if tensor is not None:
             ends_alone = rank == self._root if self._kind in FROM_ROOT else self._kind in TO_ROOT and rank != self._root
+            # A rank that need not wait may change its tensor before the others have read it.
             tensor = snapshot(tensor) if ends_alone else plain(tensor)
         free = self._hall.traffic.free_at(self._hall.ranks[rank])
         seat = self._seats[rank] = Seat(self, rank, collective, tensor, out, self._hall.clock.now, free)

@@ -44,8 +44,10 @@ class NativeWait(NamedTuple):
 
 def native_wait(thread: int) -> NativeWait | None:
     """Returns the wait of a thread, given by its native number. None if it runs, or the system does not tell."""
+    # The kernel writes 0 for a thread that runs, and for all if it hides the channel.
     channel, call = _read(thread, "wchan").strip("\0\n 0"), _read(thread, "syscall").split()
     if len(call) == 9:  # number, six arguments, top of the stack, instruction
+        # The fourth argument of futex is the address of a timeout.
         return NativeWait(channel, int(call[0]) == _FUTEX, int(call[4], 16) == 0, int(call[7], 16))
     return NativeWait(channel, channel.startswith("futex"), True) if channel else None
 

@@ -64,6 +64,7 @@ class Traffic:
         left = max(self._clock.now, self._free_at[src]) + num_bytes / link.bandwidth
         self._free_at[src] = left
         passage = self._pass(src, dst, left, left + link.latency)
+        # News have no bytes, and take no computing.
         if link.overhead and num_bytes:
             seconds = link.overhead * num_bytes
             self.hold_up_at(passage.left, src, seconds)

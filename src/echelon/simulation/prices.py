@@ -50,6 +50,7 @@ def sizes_of(collectives: Sequence[Collective | None], plan: Plan) -> Sizes:
         received = (0,) * num_ranks
         return tuple(size * row for own in calls for size in (*splits_of(own, num_ranks), *received))
     assert call.dtype is not None
+    # Reductions send the wide values in which they add.
     itemsize = call.dtype.itemsize if call.kind == "broadcast" else accumulation_dtype(call.dtype).itemsize
     if call.kind == "reduce_scatter":
         width = math.prod(_shape(call)[1:]) * itemsize

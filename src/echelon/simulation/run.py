@@ -188,6 +188,7 @@ def simulate(
     )
 
 
+# A simulation replaces functions and states of the process, of which there is one.
 _is_simulating = threading.Lock()
 
 
@@ -210,6 +211,7 @@ def only_simulation() -> Iterator[None]:
 
 def process_states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]) -> list[State]:
     """Returns the states of the process that each rank has for itself."""
+    # Those of warnings, as `catch_warnings` puts back what it found, and a rank may wait inside of it.
     names = [(sys, "excepthook"), (warnings, "showwarning"), (warnings, "_showwarnmsg_impl")]
     attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
     attributes += shared_collections()
@@ -336,7 +338,8 @@ class _Run:
 
     def _run_rank(self, rank: int) -> None:
         """Body of a rank's main task."""
-        torch.set_num_threads(1)  # `simulate` restores the caller's number
+        # More threads would add in another order. `simulate` restores the caller's number.
+        torch.set_num_threads(1)
         backend = self._make_backend(rank, len(self.results), self._world, self._timeout)
         self._backends.append(backend)
         group = ProcessGroup(backend)
@@ -358,6 +361,7 @@ class _Run:
                     error = self.calls.needs_cuda(rank, error) or error
                     self._errors[rank] = error
                     self._failures.append(describe(rank, error))
+                # As the `with` of a real rank would, which tells the others.
                 group.__exit__(type(error), error, error.__traceback__)
                 self.calls.at_exit(rank)
         finally:

@@ -75,8 +75,9 @@ class Task:
     thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gate.acquire()
+        self.gate.acquire()  # closed until the first turn
         name = f"simulated rank {self.rank}" + (f", lane {self.number}" if self.number else "")
+        # daemon: one that is left behind in C code must not keep the process from ending.
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:

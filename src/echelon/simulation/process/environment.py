@@ -55,8 +55,8 @@ class Environment(State):
         self._outside: _Variables = os.environ._data  # type: ignore[attr-defined] # the only way to exchange all at once
 
     def first(self, rank: int) -> _Variables:  # noqa: D102
-        encode = os.fsencode if os.name == "posix" else str
-        variables = {encode(name): encode(value) for name, value in self._variables(rank).items()}
+        # The mapping behind `os.environ` holds bytes.
+        variables = {os.fsencode(name): os.fsencode(value) for name, value in self._variables(rank).items()}
         return {**self._outside, **variables}
 
     def take(self) -> _Variables:  # noqa: D102
@@ -71,6 +71,7 @@ class Environment(State):
         changed = {
             name for state in states for name in outside.keys() | state.keys() if outside.get(name) != state.get(name)
         }
+        # Past `os.environ`, which has the values from before already, other than C code.
         for name in changed:
             if name in outside:
                 os.putenv(name, outside[name])

@@ -58,6 +58,7 @@ class TorchSettings(State):
 
     def put(self, state: Sequence[Any]) -> None:  # noqa: D102
         for setting, value in zip(SETTINGS, state, strict=True):
+            # Setting deterministic algorithms takes 0.7 ms, and reading them 0.3 us.
             if setting.get() != value:
                 setting.set(value)
 

@@ -86,7 +86,7 @@ class _MarkedBytes(io.BufferedIOBase):
         return self._target.fileno()
 
     def isatty(self) -> bool:
-        return False
+        return False  # as under `echelon run`, whose ranks write into pipes
 
 
 class Kept:
