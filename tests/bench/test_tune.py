@@ -24,7 +24,9 @@ def test_every_rank_ends_with_the_same_table_and_rank_0_tells():
     assert [result[2] for result in results[1:]] == [[]] * 3
     assert lines[0] == "inside a host: 1.001 us a message, 10 GB/s"
     assert lines[1] == "between hosts: 1000 us a message, 0.1 GB/s"
-    assert any(line.startswith("all_reduce, 4 ranks, 1048576 bytes: us by hierarchical ") for line in lines)
+    assert lines[2].startswith("operation       ranks       bytes  us by algorithm")
+    assert any(line.startswith("all_reduce          4     1048576  hierarchical ") for line in lines)
+    assert max(len(each) for line in lines for each in line.splitlines()) <= 80
     nested, pair = (0, 0, 1, 1), (0, 0)
     assert choose("all_reduce", 1 << 20, nested, table=table) == "hierarchical"
     assert choose("barrier", 0, nested, table=table) == "hierarchical"

@@ -9,7 +9,7 @@ import pytest
 from echelon.bench import measure, mpi
 from echelon.bench.subject import EchelonSubject
 from echelon.cli import main
-from tests.helpers.commands import captured, printed, refusal, spawned_by
+from tests.helpers.commands import above_progress, captured, printed, refusal, spawned_by
 
 PRINTED = """\
 # all_reduce by ring: 4 ranks on 4 hosts, simulated over 10GbE, in virtual time
@@ -43,7 +43,8 @@ def test_json_leaves_the_rows_to_a_terminal(capsys, monkeypatch):
     shown = capsys.readouterr()
     assert shown.out == quiet.out
     assert quiet.err == ""
-    assert [line.split()[0] for line in shown.err.splitlines()[1:]] == ["#", "#", "#", "8"]
+    assert "measuring all_reduce" in shown.err
+    assert [line.split()[0] for line in above_progress(shown.err)[1:]] == ["#", "#", "#", "8"]
 
 
 def test_hosts_and_networks_count(capsys):

@@ -145,6 +145,7 @@ PIPELINES = [figures(2.0, 0.4, bubble=0.125), figures(1.0, 0.3)]
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ("", ""),  # a script without arguments
         ("--lr 1 --batch-size 12 --steps 8", "--batch-size {6,3,1}"),
         ("--local_batch=2", "--local_batch={1}"),
         ("--batch 1", ""),

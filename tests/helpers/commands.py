@@ -18,6 +18,12 @@ sys.exit(status)
 """
 
 
+def above_progress(text):
+    """Returns the lines that stay on a terminal, without the line of progress below them."""
+    lines = (line.rpartition("\r\x1b[2K")[2] for line in text.split("\n"))
+    return [line for line in lines if "\x1b" not in line]
+
+
 def printed(capture, *arguments):
     """Runs a command that succeeds, and returns what it prints."""
     assert main(arguments) == 0

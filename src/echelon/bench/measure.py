@@ -121,7 +121,7 @@ def measure_and_print(
             nonlocal head
             # The head goes with the first row, so that a refused operation prints its error alone.
             if shown is not None:
-                print(head + table.line(row), file=shown, flush=True)
+                print_above(head + table.line(row), shown)
                 head = ""
 
         rows = measure(group, request, subjects, report)
@@ -130,7 +130,9 @@ def measure_and_print(
         for subject in subjects:
             subject.close()
     if prints:
-        print(table.to_json(_values(group, request), rows) if request.as_json else table.summary(rows), flush=True)
+        print_above(
+            table.to_json(_values(group, request), rows) if request.as_json else table.summary(rows), sys.stdout
+        )
     return table.wrong_values(rows)
 
 
@@ -142,6 +144,13 @@ def progress(as_json: bool) -> TextIO | None:
     if not as_json:
         return sys.stdout
     return sys.stderr if sys.stderr.isatty() else None
+
+
+def print_above(text: str, stream: TextIO) -> None:
+    """Prints lines at once, above the line of progress if the command shows one on the terminal."""
+    # This may be a process of its own. It removes the line, and the command draws it again below.
+    is_shown = stream.isatty() and sys.stderr.isatty()
+    print(("\r\x1b[2K" if is_shown else "") + text, file=stream, flush=True)
 
 
 def _head(group: ProcessGroup, request: Request) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from echelon.arguments import writing
-from echelon.bench.measure import measure_case, network_of, progress
+from echelon.bench.measure import measure_case, network_of, print_above, progress
 from echelon.bench.request import DEFAULT_RANKS, Case, Tuning, is_launched
 from echelon.bench.subject import EchelonSubject
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
@@ -68,7 +70,7 @@ def _tune_and_write(group: ProcessGroup, tuning: Tuning) -> None:
 
     def report(line: str) -> None:
         if shown is not None:
-            print(line, file=shown, flush=True)
+            print_above(line, shown)
 
     text = tune(group, tuning.sizes(), tuning.turns, report)
     if group.rank != 0:
@@ -76,11 +78,12 @@ def _tune_and_write(group: ProcessGroup, tuning: Tuning) -> None:
     path = _path(tuning)
     _write(path, text)
     if tuning.as_json:
-        print(text, end="", flush=True)
+        print_above(text.rstrip("\n"), sys.stdout)
         return
-    print("\n" + "\n".join(_sentences(from_text(text, str(path)))))
+    rules = (textwrap.fill(line, 80, subsequent_indent="  ") for line in _sentences(from_text(text, str(path))))
+    print_above("\n" + "\n".join(rules), sys.stdout)
     reads = "" if tuning.output is None else f" where {VARIABLE}={path} is set"
-    print(f"\nwrote {path}: new jobs whose rank 0 is on this host use it{reads}", flush=True)
+    print_above(f"\nwrote {path}: new jobs whose rank 0 is on this host use it{reads}", sys.stdout)
 
 
 def _write(path: Path, text: str) -> None:
@@ -198,6 +201,7 @@ def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable
         raise LaunchError("tune: 1 rank has nothing to tune; give -n 2 or more, or start it on more")
     say: Callable[[str], None] = report if group.rank == 0 else lambda _: None
     links = _links(group, turns, say)
+    say(_TITLES)
     timings: list[Timing] = []
     for count in _group_sizes(group.world_size):
         for timing in time_algorithms(group, count, sizes, turns):
@@ -289,7 +293,15 @@ def _measured(group: ProcessGroup, links: dict[str, Any], timings: Sequence[Timi
     }
 
 
+_COLUMNS = "{:14}  {:>5}  {:>10}  "
+_TITLES = _COLUMNS.format("operation", "ranks", "bytes") + "us by algorithm, the fastest first"
+
+
 def _line(timing: Timing) -> str:
+    """Returns a row of at most 80 columns, in several lines if need be."""
+    columns = _COLUMNS.format(timing.operation, len(timing.hosts), timing.size)
     ordered = sorted(timing.seconds.items(), key=lambda item: item[1])
-    times = ", ".join(f"{name} {seconds * 1e6:.4g}" for name, seconds in ordered)
-    return f"{timing.operation}, {len(timing.hosts)} ranks, {timing.size} bytes: us by {times}"
+    # A space that does not break keeps a time beside its name.
+    times = ", ".join(f"{name}\xa0{seconds * 1e6:.4g}" for name, seconds in ordered)
+    wrapped = textwrap.fill(times, 80, initial_indent=columns, subsequent_indent=" " * len(columns))
+    return wrapped.replace("\xa0", " ")

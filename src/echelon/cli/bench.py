@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from echelon.bench.request import Request, Tuning
+from contextlib import AbstractContextManager, nullcontext
+
+from echelon.bench.request import Request, Tuning, is_launched
+from echelon.cli.output import working
+
+_PER_SECOND = 1.0
+"""How often the progress is drawn: more often would take time of the ranks that are measured."""
 
 
 def bench(request: Request) -> int:
@@ -15,7 +21,10 @@ def bench(request: Request) -> int:
     # Imports torch, which takes seconds: a wrong option is reported before.
     from echelon.bench.measure import run
 
-    return 1 if run(request) else 0  # the number of wrong values may not fit a status
+    # Ranks of a launcher, mpirun among them, do not know whether a line of progress is on their terminal.
+    shown = nullcontext() if is_launched(request) or request.vs == "mpi" else _shown(f"measuring {request.operation}")
+    with shown:
+        return 1 if run(request) else 0  # the number of wrong values may not fit a status
 
 
 def tune(tuning: Tuning) -> None:
@@ -28,4 +37,9 @@ def tune(tuning: Tuning) -> None:
     # Imports torch, which takes seconds: a wrong option is reported before.
     from echelon.bench.tune import run
 
-    run(tuning)
+    with nullcontext() if is_launched(tuning) else _shown("measuring algorithms"):
+        run(tuning)
+
+
+def _shown(what: str) -> AbstractContextManager[None]:
+    return working(what, per_second=_PER_SECOND)

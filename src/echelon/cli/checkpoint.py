@@ -11,7 +11,7 @@ from rich.console import Console
 
 from echelon.checkpoint.folder import Folder, Found
 from echelon.cli.options import Json
-from echelon.cli.output import print_table, to_json, write
+from echelon.cli.output import print_table, to_json, working, write
 from echelon.errors import CheckpointError, FileError, InvalidArgument
 from echelon.wording import counted
 
@@ -48,7 +48,8 @@ def verify(path: Path, step: Step = None, as_json: Json = False) -> int:
     problems: dict[int, list[str]] = {}
     for each in steps:
         try:
-            problems[each] = folder.verify(each)
+            with working(f"reading step {each}"):
+                problems[each] = folder.verify(each)
         except FileError as error:
             problems[each] = [str(error)]
     if as_json:
@@ -88,7 +89,8 @@ def export(
     if checkpoint is None:
         raise CheckpointError(f"{path} has no checkpoint: give a folder in which a job saves")
     where = hf if hf is not None else str(dcp)
-    number = export_hf(checkpoint, where, config).num_tensors if hf is not None else export_dcp(checkpoint, where)
+    with working(f"writing {where}"):
+        number = export_hf(checkpoint, where, config).num_tensors if hf is not None else export_dcp(checkpoint, where)
     print(f"step {checkpoint.step}: {counted(number, 'tensor')} in {where}")
 
 
@@ -108,10 +110,11 @@ def import_(
         f"echelon: unpickling the metadata of {dcp}, which can run any code: is it from a source you trust?",
         file=sys.stderr,
     )
-    state = import_dcp(dcp)
-    saver = Saver(path)
-    saver.save(step, state)
-    saver.close()
+    with working(f"converting {dcp}"):
+        state = import_dcp(dcp)
+        saver = Saver(path)
+        saver.save(step, state)
+        saver.close()
     print(f"step {step}: {counted(len(state.specs), 'tensor')} in {path}")
 
 

@@ -45,12 +45,13 @@ def print_table(console: Console, rows: Sequence[Sequence[str]], left: Sequence[
 
 
 @contextmanager
-def working(what: str, console: Console | None = None) -> Iterator[None]:
+def working(what: str, console: Console | None = None, per_second: float = 10.0) -> Iterator[None]:
     """Shows on a terminal, inside the with block, that work is under way and for how long. Nothing is shown elsewhere.
 
     Args:
         what: the work, such as "searching schedules".
         console: rich's console. None: standard error.
+        per_second: how often the line is drawn. Each time takes about a millisecond of a core.
     """
     shown = Console(stderr=True) if console is None else console
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -59,6 +60,7 @@ def working(what: str, console: Console | None = None) -> Iterator[None]:
         console=shown,
         transient=True,
         disable=not shown.is_terminal,
+        refresh_per_second=per_second,
         redirect_stdout=False,  # a program that runs meanwhile finds its own streams
         redirect_stderr=False,
     ) as progress:

@@ -165,21 +165,24 @@ def plan(options: PlanOptions) -> None:
         _compare(options)
         return
     schedule, costs, searched = _make(options)
-    if options.as_json and schedule.problems:
+    with working("checking the schedule"):
+        problems = schedule.problems
+    if options.as_json and problems:
         # All of them, for programs. The error that follows has the first of each kind.
-        print(to_json({"schedule": schedule.name, "problems": [problem.text for problem in schedule.problems]}))
+        print(to_json({"schedule": schedule.name, "problems": [problem.text for problem in problems]}))
         schedule.check()
-    timeline = schedule.simulate(costs)
-    held = held_microbatches(schedule, costs, timeline)
-    _check_limit(schedule, held, options.limit)
-    # Before anything is printed, so that a failure prints its error alone.
-    written = write_files(
-        (options.svg, timeline.draw),
-        (options.png, timeline.draw),
-        (options.html, timeline.draw),
-        (options.chrome, timeline.to_chrome),
-        (options.csv, schedule.to_csv),
-    )
+    with working("simulating and drawing"):
+        timeline = schedule.simulate(costs)
+        held = held_microbatches(schedule, costs, timeline)
+        _check_limit(schedule, held, options.limit)
+        # Before anything is printed, so that a failure prints its error alone.
+        written = write_files(
+            (options.svg, timeline.draw),
+            (options.png, timeline.draw),
+            (options.html, timeline.draw),
+            (options.chrome, timeline.to_chrome),
+            (options.csv, schedule.to_csv),
+        )
     values = as_values(schedule, timeline, held)
     if options.as_json:
         tried = {"searched": list(map(values_searched, searched))} if searched else {}

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from echelon.cli.output import exact, print_table, write
+from echelon.cli.output import exact, print_table, working, write
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option
 from echelon.timeline.boxes import TimelineLayout, boxes_of
@@ -72,10 +72,12 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, values:
     counts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
     sizes = ", ".join(starmap(counted, counts))
     in_color = _has_colors(console)
+    with working("drawing"):
+        layout = boxes_of(timeline)
+        picture = lines(layout, console.width, in_color)
+        about = summary(timeline)
     write(console, f"{schedule.name}: {sizes}", style="bold")
-    write(console, summary(timeline) + "\n")
-    layout = boxes_of(timeline)
-    picture = lines(layout, console.width, in_color)
+    write(console, about + "\n")
     for line in picture[:_MOST_RANKS]:
         write(console, _text(line))
     write(console, _legend(layout, picture, console.width, in_color))

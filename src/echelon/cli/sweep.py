@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
@@ -161,7 +162,7 @@ def smaller_batches(arguments: Sequence[str]) -> str:
     Args:
         arguments: arguments of the script.
     """
-    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+    for word, following in pairwise((*arguments, "")):
         name, equals, value = word.partition("=")
         # A number of batches is no size: fewer microbatches are larger ones.
         is_size = "batch" in name and "batches" not in name
