@@ -373,6 +373,7 @@ def _state(part: _Part, told: Sequence[Mapping[str, Any]], data: dict[str, Json]
         first = next(each["extra_state"][name] for each in told if name in each["extra_state"])
         if first[1] == encoded.digest():
             writer.add_encoded(encoded)
+    # Parameters that each replica has for itself have such a state.
     suffix = copy if any(model.is_local for model in part.models.values()) else ""
     for one in part.optimizers.values():
         starts: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in one.specs}

@@ -79,6 +79,7 @@ class Folder:
         data = b""
         try:
             file = self.fs.open(path)
+            # A damaged one may be larger than memory.
             try:
                 if file.size > MAX_MANIFEST:
                     return Found(step, None, f"{path} has {file.size} bytes: it is damaged", is_newer=False)

@@ -138,6 +138,7 @@ def decode(data: bytes) -> Manifest:
         raise CheckpointError("it is damaged: its CRC32 differs")
     try:
         return _parse(json.loads(bytes(body), object_pairs_hook=_unique))
+    # RecursionError: lists inside of each other, more than Python's parser takes.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"it describes no checkpoint: {type(error).__name__}: {error}") from None
 
@@ -190,6 +191,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
 
 
 def _count(value: object, end: int = _MAX_BYTES) -> int:
+    # True is an int, too.
     if type(value) is not int or not 0 <= value < end:
         raise ValueError(f"{str(value)[:40]} in place of a number from 0 to {end - 1}")
     return value

@@ -43,6 +43,7 @@ def merge(by_rank: Sequence[Sequence[ParamGroup]], section: str) -> list[ParamGr
                 else:
                     columns.append([group])
     return [
+        # Replicas give the same names.
         ParamGroup(tuple(dict.fromkeys(name for group in column for name in group.names)), column[0].options)
         for column in columns
     ]

@@ -458,4 +458,5 @@ def _fill(source: Source, targets: Iterable[Target]) -> None:
         with torch.no_grad():
             tensor.copy_(copy.view(tensor.shape))
         del copy  # before the next one is made
+    # At once: a block of a file with several of them is read and checked once.
     source.read(direct)

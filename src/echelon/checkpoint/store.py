@@ -181,6 +181,7 @@ class Store:
         return self._group if self._group is not None else group_of(objects.model, objects.optimizer)
 
     def _open(self, group: ProcessGroup | None) -> Saver:
+        # Another group, as after a new echelon.init(): the saver has the rank and the lock of the old one.
         if self._saver is None or self._saver_group is not group:
             self.close()
             self._saver, self._saver_group = Saver(self._path, group, self._keep), group

@@ -156,6 +156,7 @@ def _read(folder: str) -> dict[str, Any]:
     with reading(folder), _one_process():
         reader = FileSystemReader(folder)
         metadata = reader.read_metadata()
+        # `load` fills tensors in place, and replaces other values.
         flat: dict[str, Any] = {
             name: torch.empty(each.size, dtype=each.properties.dtype)
             if isinstance(each, TensorStorageMetadata)

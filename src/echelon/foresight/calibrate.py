@@ -63,6 +63,7 @@ def calibrate() -> Device:
             curves = {name: tuple(sorted(points)) for name, points in _curves().items()}
     finally:
         torch.set_num_threads(num_threads)
+    # The curves of products are seconds for a FLOP.
     peak = 1 / min(seconds for name in ("matmul_m", "matmul_n", "matmul_k") for _, seconds in curves[name])
     size, seconds = curves["copy_"][-1]
     measured_links = links(len(os.sched_getaffinity(0)))
@@ -72,8 +73,8 @@ def calibrate() -> Device:
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         memory_bandwidth=size / seconds,
         num_sms=1,
-        per_host=1024,
-        local_bandwidth=1e9,
+        per_host=1024,  # by default all ranks of a job are on this host
+        local_bandwidth=1e9,  # not used: without NCCL that of the network counts
         matmul_share=1.0,
         attention_share=1.0,
         memory_share=1.0,
@@ -163,6 +164,7 @@ def _links_of(values: Mapping[str, Any]) -> Mapping[str, Curve]:
 
 def _check_curve(name: str, curve: Curve) -> None:
     rises = all(before[0] < after[0] for before, after in pairwise(curve))
+    # Between two points a curve is a power law, which takes the logarithms of all values.
     if len(curve) < 2 or not rises or not all(0 < value < math.inf for point in curve for value in point):
         raise ValueError(f"the curve {name!r} needs two points or more, rising and above 0")
 
@@ -284,7 +286,7 @@ def _recorded(make: Callable[[], list[Act]]) -> list[Kernel]:
 
 def _seconds(acts: list[Act]) -> float:
     """Returns the median time of a call. The calls take turns, each with tensors of its own."""
-    for act in acts:
+    for act in acts:  # the first calls map memory, and oneDNN makes its kernels
         act()
     turns: list[float] = []
     end = time.perf_counter() + _SECONDS

@@ -117,13 +117,13 @@ def fitted(facts: Facts, times: Times) -> Device:
         name=facts.name,
         memory_bytes=facts.memory_bytes,
         memory_bandwidth=2 * _COPIED / times.copy,
-        memory_share=1.0,
+        memory_share=1.0,  # the measured bandwidth is what a kernel reaches already
         num_sms=facts.num_sms,
         per_host=facts.per_host if facts.per_host > 1 else base.per_host,
         local_bandwidth=local,
         kernel_seconds=times.kernel,
         launch_seconds=times.launch,
-        slowest_of=1,
+        slowest_of=1,  # this GPU was measured alone
         sources=(f"measured on {facts.name}, torch {torch.__version__}", peak),
     )
     device = replace(device, matmul_share=_share(device, times.products))
@@ -201,7 +201,7 @@ def _copy(device: torch.device) -> float:
 def _small_kernel(device: torch.device) -> float:
     """Returns the time of a kernel on a few numbers in a CUDA graph, which launches it without the host."""
     values = torch.zeros(8, device=device)
-    values.add_(1.0)
+    values.add_(1.0)  # the first launch loads the kernel, which must not be captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -72,7 +72,7 @@ def measured(
 
 def _obstacle(request: Request, traces: Sequence[Trace]) -> str:
     """Returns why ranks cannot be timed at once. Empty if they can."""
-    if not hasattr(os, "fork") or has_device_threads():
+    if has_device_threads():
         return "this process cannot be copied"
     if request.until:
         return "the hook that sees the end of a function slows the program down"

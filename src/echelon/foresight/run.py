@@ -385,6 +385,7 @@ def foresee(
     traces = {rank: roles.traces[rank] for rank in sorted(set(roles.classes))}
     if is_here:
         traces = measured(request, traces, calls, min(_MOST_AT_ONCE, max(cluster.hosts)))
+    # After the measurement, whose positions count single kernels. It leaves programs with compiled ones out.
     traces = {rank: fuse(trace) for rank, trace in traces.items()}
     return Foreseen(play(traces, roles.classes, device, cluster), traces, roles.classes, tuple(found), network)
 

@@ -76,6 +76,7 @@ def page(seen: Foreseen, report: Report) -> str:
         "unmodelled": escape(f"Not modelled: {', '.join(NOT_MODELLED)}."),
     }
     template = files("echelon.foresight.page").joinpath("page.html").read_text("utf-8")
+    # Not str.format, to which the braces of the style would be fields.
     return Template(template).substitute(values)
 
 

@@ -64,6 +64,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             replace_all(torch, {"Stream": streams.Stream, "Event": streams.Event, "Generator": _Generator})
             for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
                 replace(torch.cuda.nvtx, name, _nothing)
+            # torch asks for it when it logs an error, and would raise another one.
             replace(torch.cuda.nccl, "version", _returning((2, 27, 5)))
             replace(torch.version, "cuda", "12.8")
             replace(torch.backends.cudnn, "is_available", _returning(True))
@@ -371,6 +372,7 @@ _OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
 
 def _without_workers(_: Recording, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
     """Makes a loader whose workers run in the rank's own thread, and which pins nothing."""
+    # Nothing is recorded in the process of a worker, and torch pins no memory without a GPU.
     # dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, ...
     args = (*args[:5], *(0 for _ in args[5:6]), *args[6:7], *(False for _ in args[7:8]), *args[8:9])
     kwargs.update({name: 0 for name in ("num_workers", "timeout") if name in kwargs})

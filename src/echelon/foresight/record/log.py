@@ -106,6 +106,7 @@ class Log:
         """Modules that the program compiles."""
         self._compiled_depth = 0
         """Number of nested calls of compiled code."""
+        # Now: the program may change it.
         self._folder = os.path.join(os.getcwd(), "")
 
     # Calls

@@ -35,6 +35,7 @@ class Modules:
     def watch(self) -> None:
         """Registers the hooks, which the calling rank has for itself."""
         register_module_forward_pre_hook(self._enter)
+        # always_call: also after a forward that has raised, which would stay on the stack.
         register_module_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: Any) -> None:

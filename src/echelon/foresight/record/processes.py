@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import marshal
-import os
 import signal
 import sys
 import tempfile
@@ -278,4 +277,4 @@ def has_device_threads() -> bool:
 
 def can_fork() -> bool:
     """Whether this process has one thread, and can be forked."""
-    return hasattr(os, "fork") and threading.active_count() == 1
+    return threading.active_count() == 1

@@ -233,6 +233,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         else:
             results = (*(args[:1] if facts.overwrites else ()), kwargs.get("out"))
             overwritten = {number(each) for each in tensors_in(results)}
+            # Not strict: `inputs` may have lost the last one above.
             known = [each for each in zip(before, inputs, strict=False) if each[0] not in overwritten]
             reads = tuple(_by_storage(known).items())
         flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())

@@ -346,6 +346,7 @@ class Repeats:
         with without_functions():
             number = self._memory.known(gradient) if type(gradient) is FakeTensor else None
         if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call or number is None:
+            # A backward pass through several calls, or a part of the graph, leaves no segment for each call.
             self._excluded.add(module)
             if self._passes:
                 self._passes[0].is_whole = False

@@ -164,6 +164,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
     with only_simulation():
         link, no_faults = link_function(None, world_size), FaultPlan((), world_size, has_costs=False)
         world = World(world_size, 0, link, no_faults, None, None, False, request.hosts, False, True, False)
+        # Events of one time come in the order in which they were queued: no other order is explored here.
         world.clock.draw = lambda: 0.0
         run = _Run(world, request, choose)
         states = process_states(run.torch, 0, request.hosts)
@@ -355,7 +356,7 @@ class _Run:
         return Recording(rank, log, memory, routing, steps, placement, repeats)
 
     def _run_rank(self, rank: int) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # as simulated ranks, which share a core
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # from a build without NCCL
         if self._request.gpu is not None:  # not true of the mesh of GPUs, which one of CPUs represents
             warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")

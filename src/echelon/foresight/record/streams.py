@@ -22,6 +22,7 @@ class Stream:
         self.priority = priority
         self.device = torch.device("cpu") if device is None else device
         self.device_index = 0
+        # DeviceType::CUDA of torch's C++.
         self.device_type = 1
         self.cuda_stream = self.stream_id
         self._outer: list[int] = []

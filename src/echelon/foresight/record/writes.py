@@ -35,10 +35,8 @@ _CHANGES = (
     "rmdir",
     "truncate",
     "chmod",
-    "lchmod",
     "chown",
     "lchown",
-    "chflags",
     "utime",
     "setxattr",
     "removexattr",
@@ -48,11 +46,10 @@ _RENAMES = ("rename", "replace", "renames")
 _READS = ("stat", "lstat", "access", "scandir", "readlink", "chdir")
 """Functions of `os` that a program calls to find its own files."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_NAMELESS = getattr(os, "O_TMPFILE", -1)
 _SHELLS = frozenset({"subprocess", "os"})
 """Modules between a program and the start of a process."""
-_BUILT_IN = frozenset({"posix", "nt"})
-"""Modules of `os` whose functions Python calls for its cache of bytecode."""
+_BUILT_IN = "posix"
+"""Module of `os` whose functions Python calls for its cache of bytecode."""
 
 
 @contextmanager
@@ -117,8 +114,7 @@ class _Files:
         yield replaced(tempfile.gettempdir, lambda *_: self._scratch.temporary)
         yield replaced(tempfile.NamedTemporaryFile, _keep)
         for name in _CHANGES:
-            if hasattr(os, name):
-                yield replaced(getattr(os, name), self._change, f"os.{name}", name == "rmdir")
+            yield replaced(getattr(os, name), self._change, f"os.{name}", name == "rmdir")
 
     def _target(self, recording: Recording, path: str, *, copies: bool) -> str:
         """Returns the path to write in place of a path of the program, and notes the write.
@@ -167,7 +163,7 @@ class _Files:
         if _is_device(name):
             return original(path, flags, mode, dir_fd=dir_fd)
         # A file without a name is in no folder, though it is opened by the name of one.
-        if not flags & _WRITING or flags & _NAMELESS == _NAMELESS:
+        if not flags & _WRITING or flags & os.O_TMPFILE == os.O_TMPFILE:
             found = self._checkpoints.find(recording, name) if dir_fd is None else None
             return original(found or path, flags, mode, dir_fd=dir_fd)
         with unrecorded():
@@ -350,7 +346,9 @@ def _ending_at_once(original: Callable[..., None]) -> Callable[..., None]:
             return
         words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
         recording.log.skip(f"the process {shlex.join(map(os.fsdecode, words))}")
+        # The working folder may be one that exists for the program alone.
         kwargs = {**kwargs, "shell": False, "executable": None, "cwd": None}
+        # A real process, since the program may wait for its end and read its pipes.
         # Further arguments say how to start the program that was meant.
         original(self, [sys.executable, "-S", "-E", "-c", ""], *rest[:1], **kwargs)
 
@@ -371,7 +369,7 @@ def _replaced_everywhere(replacements: Mapping[Callable[..., Any], Callable[...,
 def _exchange(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
     by_id = {id(old): new for old, new in replacements.items()}
     for key, module in list(sys.modules.items()):
-        if key in _BUILT_IN:
+        if key == _BUILT_IN:
             continue
         names = getattr(module, "__dict__", None)
         if type(names) is dict and not by_id.keys().isdisjoint(map(id, names.values())):

@@ -137,6 +137,7 @@ class ProcessCalls:
         found += [(module, "start_processes", lambda _: self._spawn) for module in (torch.multiprocessing, spawner)]
         return [
             *found,
+            # It would end all ranks, and sys.exit ends one.
             (os, "_exit", lambda _: sys.exit),
             (os, "sched_getaffinity", lambda original: functools.partial(self._affinity, original)),
             (os, "kill", lambda original: functools.partial(_kill, original)),

@@ -28,11 +28,11 @@ def on_one_core() -> Iterator[None]:
     core = policy = None
     # Handing the turn to another thread takes about 20 us across two cores, which involves waking the other core, and
     # 6 us on one.
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         core = _this_core()
     # 3 us with SCHED_BATCH, which lets the waking thread go on until it sleeps. Otherwise the woken thread runs at
     # once, finds the interpreter's lock taken, and sleeps again.
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         if os.sched_getscheduler(0) == os.SCHED_OTHER:  # a policy that the user has chosen stays
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             policy = os.SCHED_OTHER
@@ -40,7 +40,7 @@ def on_one_core() -> Iterator[None]:
         with nullcontext() if core is None else cores_of_thread({core}):
             yield
     finally:
-        with suppress(OSError, AttributeError):
+        with suppress(OSError):
             if policy is not None:
                 os.sched_setscheduler(0, policy, os.sched_param(0))
 
@@ -49,13 +49,13 @@ def on_one_core() -> Iterator[None]:
 def cores_of_thread(cores: Collection[int]) -> Iterator[None]:
     """Inside, the calling thread, and threads and processes that it starts, run on some cores, if the system allows."""
     before = None
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         before = cores_here()
         os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
-        with suppress(OSError, AttributeError):
+        with suppress(OSError):
             if before is not None:
                 os.sched_setaffinity(0, before)
 
@@ -73,7 +73,7 @@ def _this_core() -> int:
     """Returns the number of the core that the calling thread is on.
 
     Raises:
-        OSError, AttributeError: the system cannot tell.
+        OSError: the system cannot tell.
     """
     number = int(_c_library().sched_getcpu())
     if number < 0:

@@ -57,6 +57,7 @@ class Script(ProgramWithStates):
             yield
 
     def states(self) -> Sequence[State]:  # noqa: D102
+        # print, since programs replace it so that rank 0 alone prints.
         names = ((sys, "stdout"), (sys, "stderr"), (sys, "stdin"), (builtins, "print"))
         attributes = [Attribute(owner, name) for owner, name in names]
         attributes.append(Attribute(sys, "path", lambda _: list(self._path)))
