@@ -186,6 +186,7 @@ class Flights:
     def __init__(self, size: int) -> None:
         """Makes a ring that holds the last `size` ones."""
         num_bytes = ctypes.sizeof(_Flights) + size * ctypes.sizeof(_Flight)
+        # Of 64-bit words, so that its entries are aligned.
         self._memory = (ctypes.c_uint64 * (num_bytes // 8))()
         _Flights.from_buffer(self._memory).size = size
         self.address = ctypes.addressof(self._memory)
@@ -306,7 +307,7 @@ def load(path: Path = _PATH) -> SimpleNamespace:
     try:
         # PyDLL: its functions are called with the interpreter's lock.
         table = ctypes.addressof(_Method.in_dll(ctypes.PyDLL(str(path)), "echelon_methods"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: the file has no such table
         raise Unusable(f"the native library cannot be loaded: {error}") from None
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)

@@ -156,6 +156,7 @@ def open_checkpoint(
                 folder.check_names(manifest)
         return manifest
 
+    # Rank 0 alone chooses: a save that ends meanwhile would be the newest for some ranks only.
     manifest = together(group, choose, folder.path)
     # Checksums of one file: ranks that see other folders may have the same step in both.
     mine = None if manifest is None else [manifest.step, [file.crcs for file in manifest.files][:1]]

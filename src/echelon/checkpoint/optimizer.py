@@ -232,6 +232,7 @@ def restored(
         states = optimizer.state
     options = {id(one): group for group in optimizer.param_groups for one in group["params"]}
     for parameter, view, start in holders:
+        # Removed: a parameter whose state was not saved has none afterwards.
         before, (tensors, values) = states.pop(view, {}), saved[names[id(parameter)]]
         state: dict[str, Any] = {}
         for key, value in values.items():

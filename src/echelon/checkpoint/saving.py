@@ -101,6 +101,7 @@ class Saver:
         self._keep = keep
         self._fs = fs or Disk()
         self._versions = {"format": FORMAT, "echelon": version("echelon"), "torch": version("torch")}
+        # Not of `random`, whose state is the program's.
         self._run = os.urandom(8).hex()
         self._lock: Lock | None = None
         self._plan: Plan | None = None
@@ -265,6 +266,7 @@ class Saver:
             outcome = failure(error)
             self._writer = lambda: outcome
         finally:
+            # Also if no process has begun: the next job would wait for its end.
             records[0].close()
         last = f"{folder}/{_record_name(0)}"  # the writer of rank 0 is the last to end
         self._pending = Handle(manifest.step, self.finish, lambda: not is_held(last))

@@ -94,6 +94,7 @@ def calibrate() -> Device:
 
 def this_machine() -> str:
     """Returns the kind of this machine: the number and model of its processors, and the version of torch."""
+    # Where /proc/cpuinfo names no model, as on ARM.
     model = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         model = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))

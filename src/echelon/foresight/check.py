@@ -184,6 +184,7 @@ def check_messages(traces: Mapping[int, Trace]) -> None:
         for entry in trace.entries:
             if isinstance(entry, Message) and entry.peer in traces:
                 messages[(*entry.ends(rank), entry.tag)][entry.is_send].append(entry)
+    # Sorted, so that a program with several mistakes gives the same error in every run.
     for (src, dst, tag), (receives, sends) in sorted(messages.items()):
         for send, receive in zip_longest(sends, receives):
             if send is not None and receive is not None:

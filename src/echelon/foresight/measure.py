@@ -110,6 +110,7 @@ def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -
     try:
         for number, rank in enumerate(ranks):
             near, far = socket.socketpair()
+            # Closed here after the fork: then the line ends with the child.
             with far:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which have ended

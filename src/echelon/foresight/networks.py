@@ -41,6 +41,7 @@ def cluster_of(
     if hosts is None and chosen.hosts is not None:
         hosts = chosen.hosts
     links = device.links.get(network, {}) if isinstance(network, str) else {}
+    # A device of NCCL's tables: a GPU, joined to the others of its host by links of its own.
     has_own_links = bool(device.generation)
     return Cluster(
         hosts=hosts_of(world_size, hosts, device.per_host),

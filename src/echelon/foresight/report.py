@@ -160,6 +160,7 @@ class Report:
         return Group(*parts)
 
     def __str__(self) -> str:
+        # The same text wherever it is printed: on a terminal, in a file, in a notebook.
         console = Console(width=WIDTH, force_terminal=False, color_system=None, highlight=False)
         with console.capture() as capture:
             console.print(self)

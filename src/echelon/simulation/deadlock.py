@@ -59,6 +59,7 @@ class Waiting(NamedTuple):
 
 def explain(world: World, tasks: Sequence[Task], hint: str = "") -> DeadlockError:
     """Returns the error for tasks of a world that wait for ever. `hint` is a mistake that may be the cause."""
+    # Sorted, so that the same seed gives the same text.
     waiting = sorted(_waiting(world, task) for task in tasks)
     # A rank that has returned but still waits for its asynchronous operations is listed as waiting.
     returned = sorted(world.returned - {task.rank for task in tasks if task.number == 0})

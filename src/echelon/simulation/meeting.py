@@ -86,6 +86,7 @@ class Meeting:
         self._seats: list[Seat | None] = [None] * len(hall.ranks)
         self._present = 0
         """Ranks that have come, as a set of bits."""
+        # Bits of one number, so that sets of many ranks are compared at once.
         self._all = (1 << len(hall.ranks)) - 1
         self._num_open = len(hall.ranks)
         """Number of ranks whose end is not known."""
@@ -174,6 +175,7 @@ class Meeting:
 
     def _ends(self, ready: Sequence[Seat]) -> list[float]:
         hall, now = self._hall, self._hall.clock.now
+        # Without time a price is asked for once, for the bytes that were sent.
         if hall.is_instant and not self.is_over:
             return [now] * len(ready)
         sizes = sizes_of(self._collectives(), self._plan)

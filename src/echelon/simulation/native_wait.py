@@ -178,5 +178,6 @@ def _demangled(name: bytes) -> str:
     try:
         readable = os.fsdecode(ctypes.string_at(text))
     finally:
+        # The demangler gives memory of malloc.
         ctypes.CDLL(None).free(ctypes.c_void_p(text))
     return readable.replace("(anonymous namespace)::", "").partition("(")[0]

@@ -262,6 +262,7 @@ class Routes:
     def traffic(self, num_bytes: Indices) -> dict[tuple[int, int], int]:
         """Returns the bytes from one rank to another, in all their messages."""
         totals = np.zeros(len(self._pairs), dtype=np.int64)
+        # Not by bincount, whose sums are floats.
         np.add.at(totals, self._pair_of, num_bytes)
         return {
             divmod(pair, self.waves.num_ranks): total

@@ -169,6 +169,7 @@ def _paint_gaps(axes: Axes, panel: Panel, scale: float, theme: Theme) -> None:
                 edgecolors="none",
                 linewidths=0,
                 zorder=1,
+                # Also the id of the element in an SVG.
                 gid=f"idle {cause}",
             ),
             autolim=False,

@@ -148,6 +148,7 @@ def _strip(row: Row, most: float, scale: _Scale) -> str:
     held = [0.0] * count
     ends = [*(level.time for level in row.memory[1:]), scale.makespan]
     for level, end in zip(row.memory, ends, strict=True):
+        # 1e-9: by the rounding of floats a level that ends with a column would reach into the next one.
         for column in range(int(level.time * scale.columns), min(count, math.ceil(end * scale.columns - 1e-9))):
             held[column] = max(held[column], float(level.amount))
     return "".join(MEMORY[math.ceil((len(MEMORY) - 1) * amount / most)] for amount in held)

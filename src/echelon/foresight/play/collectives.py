@@ -216,6 +216,7 @@ def _nccl(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
     between = (hosts - 1) * (2 if both_ways else 1)
     found = []
     for name, protocol in PROTOCOLS.items():
+        # With one rank on each host latencies are fully exposed: NCCL takes that of the tree for rings, too.
         remote = (protocol.tree_remote if per_host == 1 else protocol.ring_remote) + cluster.latency
         latency = (steps - between) * protocol.ring_local + between * remote
         if both_ways and name == "Simple" and hosts > 1:

@@ -162,6 +162,7 @@ class Device:
 @cache
 def _expected_maximum(number: int) -> float:
     """Returns the expected maximum of independent normal variables, in standard deviations."""
+    # From -6 to 7 deviations, since a maximum of many lies on the right.
     normal, width = NormalDist(), 0.01
     values = (width * step for step in range(-600, 700))
     return sum(x * number * normal.pdf(x) * normal.cdf(x) ** (number - 1) * width for x in values)

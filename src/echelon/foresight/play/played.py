@@ -270,10 +270,6 @@ class Played:
         """Number of ranks."""
         return self.cluster.world_size
 
-    def role_of(self, rank: int) -> PlayedRole:
-        """Returns the step of a rank's role."""
-        return self.roles[self.classes[rank]]
-
     @cached_property
     def exposed(self) -> Mapping[Exposed, float]:
         """Seconds of communication that nothing hides, by group and line, on the rank where it is longest."""

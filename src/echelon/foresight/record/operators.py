@@ -144,6 +144,7 @@ def operator(func: Any) -> Operator:
 def _role(namespace: str, name: str, is_view: bool) -> Role:
     if namespace in ("c10d", "_c10d_functional", "c10d_functional", "_dtensor"):
         return "collective"
+    # All forms of it, such as new_empty_strided.
     if "empty" in name and not name.endswith("_"):
         return "allocation"
     if namespace == "prim" or is_view or name in _NO_KERNEL:

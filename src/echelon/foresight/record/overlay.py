@@ -58,6 +58,7 @@ class Scratch:
     """Folder of a recording, in which each new file has a folder of its own. Nothing outside of it is ever changed."""
 
     def __init__(self, folder: str) -> None:
+        # Links are followed, as `has` does: the folder of temporary files may be one.
         self._folder = os.path.join(os.path.realpath(folder), "")
         self.temporary = self._folder + "temporary"
         """Folder of the program's temporary files."""

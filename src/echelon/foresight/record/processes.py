@@ -150,10 +150,11 @@ class Children:
 
     def _fork(self, rank: int) -> None:
         near, far = Pipe()
-        _flush()
+        _flush()  # else the child would write it, too
         if not (pid := fork()):
             self._be_child(rank, far)
         far.close()
+        # The line now ends with the child.
         self._children[near] = _Child(rank, pid)
 
     def _be_child(self, rank: int, line: Connection) -> None:

@@ -78,6 +78,7 @@ class SimulatedStore(TorchStore):
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # noqa: D102
         if key in self._contents and self._contents[key] != _bytes(expected):
             return self._contents[key]
+        # As torch's TCPStore: a key that nobody has set is set if nothing is expected of it.
         if key not in self._contents and _bytes(expected):
             return _bytes(expected)
         self.set(key, desired)

@@ -13,6 +13,7 @@ from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, Tone
 from echelon.timeline.timeline import Cause, Timeline
 from echelon.timeline.words import axis_words, chunk_words, figures, memory_text, memory_words, time_scale, title
 
+# At the closest zoom of the script, 1e-5, a hundred of them are across the screen.
 _UNIT = 10_000_000
 """Whole numbers in the length of a panel."""
 _TONES: tuple[Tone, ...] = tuple(NAMES)
