@@ -128,6 +128,18 @@ def test_another_optimizer(store):
     )
 
 
+@pytest.mark.parametrize("key", [0, "mean/square"])
+def test_state_under_a_key_that_would_not_come_back(store, key):
+    model = make()
+    optimizer = trained(model)
+    optimizer.state[model[0].bias][key] = torch.ones(3)
+    refused(
+        lambda: store.save(5, model=model, optimizer=optimizer),
+        InvalidArgument,
+        f"the optimizer has state of 0.bias under {key!r}: use text without '/' as keys",
+    )
+
+
 def test_a_value_that_was_not_saved(store):
     model = make()
     scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.AdamW(model.parameters()))

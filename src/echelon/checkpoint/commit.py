@@ -29,6 +29,11 @@ def writers_of(draft: str) -> str:
     return draft + ".writers"
 
 
+def record_of(folder: str, rank: int) -> str:
+    """Returns the record of a rank's writer in such a folder."""
+    return f"{folder}/rank-{rank:05d}"
+
+
 def is_records(name: str) -> bool:
     """Whether a name is that of a folder with the records of writers."""
     match = _LEFTOVER.fullmatch(name)

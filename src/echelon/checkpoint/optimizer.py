@@ -92,7 +92,7 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], section
         section: begins the names of the tensors.
 
     Raises:
-        InvalidArgument: a parameter has no name, or a value cannot be stored.
+        InvalidArgument: a parameter has no name, or a key or value cannot be stored.
         UnsupportedOp: a tensor has no values of its own.
     """
     found = OptimizerState({}, [], groups_of(optimizer, names, section), options_of(optimizer, section), {})
@@ -124,6 +124,9 @@ def _named(parameters: list[Tensor], names: Mapping[int, str], number: int, sect
 
 
 def _key_name(section: str, parameter: str, key: object) -> str:
+    # The name is all that a load has of the key: a number would come back as text, and a path as another parameter.
+    if not isinstance(key, str) or "/" in key:
+        raise InvalidArgument(f"the {section} has state of {parameter} under {key!r}: use text without '/' as keys")
     return f"{section}/state/{parameter}/{key}"
 
 

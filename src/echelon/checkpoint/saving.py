@@ -19,7 +19,7 @@ from echelon.arguments import check_path, is_count, shown
 from echelon.checkpoint.background import BackgroundWriter, SharedBuffer
 from echelon.checkpoint.blocks import write_file
 from echelon.checkpoint.claim import claim
-from echelon.checkpoint.commit import clear, commit, draft_of, remove_draft, remove_old, writers_of
+from echelon.checkpoint.commit import clear, commit, draft_of, record_of, remove_draft, remove_old, writers_of
 from echelon.checkpoint.folder import failed_to
 from echelon.checkpoint.fs import Disk, FileSystem
 from echelon.checkpoint.image import blocks, fill
@@ -268,20 +268,16 @@ class Saver:
         finally:
             # Also if no process has begun: the next job would wait for its end.
             records[0].close()
-        last = f"{folder}/{_record_name(0)}"  # the writer of rank 0 is the last to end
+        last = record_of(folder, 0)  # the writer of rank 0 is the last to end
         self._pending = Handle(manifest.step, self.finish, lambda: not is_held(last))
         return self._pending
-
-
-def _record_name(rank: int) -> str:
-    return f"rank-{rank:05d}"
 
 
 def _new_record(folder: str, rank: int) -> FileLock:
     """Makes the record of a rank's writer, and takes its lock."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder)
-    record = FileLock(f"{folder}/{_record_name(rank)}")
+    record = FileLock(record_of(folder, rank))
     if not record.try_take():
         raise CheckpointError(f"another process holds {record.path}: save into a folder of this job's own")
     return record

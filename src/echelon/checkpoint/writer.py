@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from echelon.checkpoint.blocks import cut, write_file
-from echelon.checkpoint.commit import commit, draft_of, remove_draft, remove_old, writers_of
+from echelon.checkpoint.commit import commit, draft_of, record_of, remove_draft, remove_old, writers_of
 from echelon.checkpoint.folder import failed_to
 from echelon.checkpoint.fs import Disk
 from echelon.checkpoint.lock import note, noted, wait_for_end, who_holds
@@ -72,7 +72,7 @@ def _commit(task: dict[str, Any]) -> None:
     draft = draft_of(folder, step, run)
     files, failed = [], ""
     for rank in range(task["world_size"]):
-        record = f"{writers_of(draft)}/rank-{rank:05d}"
+        record = record_of(writers_of(draft), rank)
         try:
             # The own lock is not waited for: nobody else will release it.
             value = wait_for_end(record) if rank else who_holds(record)
