@@ -114,6 +114,12 @@ def test_one_chunk_interleaved_is_1f1b():
     assert build("interleaved-1f1b", 4, 9, 1).orders == build("1f1b", 4, 9).orders
 
 
+@pytest.mark.parametrize(("name", "with_one"), [("interleaved-1f1b", "1f1b"), ("looped-bfs", "gpipe")])
+def test_schedules_of_chunks_are_not_others_by_default(name, with_one):
+    assert build(name, 4, 8) == build(name, 4, 8, 2)
+    assert build(name, 4, 8).simulate(Costs(1)).makespan < 2 * build(with_one, 4, 8).simulate(Costs(1)).makespan
+
+
 @pytest.mark.parametrize("group_size", [4, 5, 6, 8, 9])
 @pytest.mark.parametrize("microbatches", [1, 3, 5, 8, 13, 16, 21])
 def test_any_number_of_microbatches_in_groups_of_any_size(group_size, microbatches):

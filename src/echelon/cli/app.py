@@ -86,7 +86,7 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 _OF_OTHER_LAUNCHERS = dict.fromkeys(
     ("--np", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node", "--ranks", "--num-processes", "--world-size"),
     "-n",
-)
+) | dict.fromkeys(("--nodes", "--nnodes", "--num-nodes"), "--hosts")
 
 
 def _unknown_option(error: Any) -> str:

@@ -35,14 +35,16 @@ class PlanOptions:
         None
     )
     # A number above the maximum is a slip of the keyboard.
-    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", min=1, max=4096, help="Number of ranks.")] = None
+    num_ranks: Annotated[
+        int | None, typer.Option("-r", "-n", "--num-ranks", min=1, max=4096, help="Number of ranks.")
+    ] = None
     num_microbatches: Annotated[
         int | None,
         typer.Option("-m", "--num-microbatches", min=1, max=1_000_000, help="Number of microbatches per step."),
     ] = None
     chunks: Annotated[
         int | None,
-        typer.Option(max=256, help="Virtual stages per rank.  [default: the fewest; --search: 1 and 2]"),
+        typer.Option(max=256, help="Virtual stages per rank.  [default: that of the schedule; --search: 1 and 2]"),
     ] = None
     group_size: Annotated[int | None, typer.Option(help="Microbatches per turn of a chunk (interleaved-1f1b).")] = None
     forward: Annotated[str | None, value("TIME", "Duration of a forward (F).  [default: 1]")] = None

@@ -51,7 +51,7 @@ class CollectiveOptions:
     operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A collective, such as all-reduce.")]
     algorithm: Annotated[str | None, typer.Option(help="Algorithm to plan.  [default: list all]")] = None
     # More ranks are a slip of the keyboard, or take longer than anybody waits.
-    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", max=1024, help="Number of ranks.")] = None
+    num_ranks: Annotated[int | None, typer.Option("-r", "-n", "--num-ranks", max=1024, help="Number of ranks.")] = None
     root: Annotated[int, typer.Option(help="Source of a broadcast or scatter, destination of a reduce or gather.")] = 0
     hosts: Annotated[str | None, value("HOSTS", "Host of each rank: a,a,b,b, or 2x2 (2 hosts of 2 ranks).")] = None
     num_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Size of the whole tensor.")] = "1M"

@@ -65,6 +65,8 @@ def no_ranks(command: str, program: str, args: Sequence[str]) -> str:
             value = found[2] or "".join(args[place + 1 : place + 2])
             wanted = f"echelon {command} -n {value} {program}"
             return f"{word} stands after the script, which gets it; options go before: {wanted}"
+    if program.isdecimal() and args:  # echelon run 2 train.py
+        return f"{program} is taken for the script: write echelon {command} -n {program} {' '.join(args)}"
     return f"Missing option '-n' / '--num-ranks': say how many ranks to start: echelon {command} -n 2 {program}"
 
 

@@ -94,7 +94,8 @@ class Pipeline:
             schedule: a name that `schedules.build` knows, or a Schedule, for `group.world_size` ranks.
             num_microbatches: number of parts that each batch is cut into. None: as many as the Schedule has.
             loss_fn: loss_fn(output, target), called for each microbatch where the last stage is.
-            num_chunks: stages per rank, for a schedule given by name. None: as many as a list has entries for, else 1.
+            num_chunks: stages per rank, for a schedule given by name. None: as many as a list has entries for, else as
+                `schedules.build`.
             data_parallel: the group over which equal stages average their gradients. They start from the parameters and
                 buffers of its rank 0.
             at: names of the layers at which stages 1, 2, ... begin.

@@ -28,21 +28,24 @@ class _Chunked(NamedTuple):
     """Schedule with any number of chunks, made from num_ranks, num_microbatches and num_chunks."""
 
     make: Callable[[int, int, int], Schedule]
+    default: int = 1
 
 
 class _Grouped(NamedTuple):
     """Schedule with any number of chunks that takes a group size (or None) as well."""
 
     make: Callable[[int, int, int, int | None], Schedule]
+    default: int = 1
 
 
 _Known: TypeAlias = _Fixed | _Chunked | _Grouped
 
+# With one chunk interleaved-1f1b is 1f1b and looped-bfs is gpipe: nobody who names them asks for those.
 _SCHEDULES: dict[str, _Known] = {
     "gpipe": _Fixed(gpipe),
     "1f1b": _Fixed(one_f_one_b),
-    "interleaved-1f1b": _Grouped(interleaved_1f1b),
-    "looped-bfs": _Chunked(looped_bfs),
+    "interleaved-1f1b": _Grouped(interleaved_1f1b, default=2),
+    "looped-bfs": _Chunked(looped_bfs, default=2),
     "zb-h1": _Fixed(zb_h1),
     "zb-h2": _Fixed(zb_h2),
     "zb-v": _Fixed(zb_v, num_chunks=2),
@@ -73,7 +76,8 @@ def build(
         name: One of `names()`.
         num_ranks: Number of ranks.
         num_microbatches: Number of microbatches of a step.
-        num_chunks: Stages per rank. None: 2 for the V-shaped schedules, which have no other number; else 1.
+        num_chunks: Stages per rank. None: 2 for interleaved-1f1b and looped-bfs, and for the V-shaped schedules, which
+            have no other number; else 1.
         group_size: For interleaved-1f1b: number of microbatches that a chunk runs before the next chunk's turn. None:
             num_ranks.
 
@@ -94,10 +98,10 @@ def build(
                 f"group_size={group_size}: {name} has no groups; leave it out, or take interleaved-1f1b"
             )
     match known:
-        case _Grouped(make):
-            return make(num_ranks, num_microbatches, num_chunks or 1, group_size)
-        case _Chunked(make):
-            return make(num_ranks, num_microbatches, num_chunks or 1)
+        case _Grouped(make, default):
+            return make(num_ranks, num_microbatches, num_chunks or default, group_size)
+        case _Chunked(make, default):
+            return make(num_ranks, num_microbatches, num_chunks or default)
         case _Fixed(make, fixed):
             if num_chunks not in (None, fixed):
                 raise ScheduleError(
