@@ -287,3 +287,33 @@ def test_command_refuses_a_wrong_option(script, capfd):
     assert run("--calibrate", "missing/here.json", capsys=capfd)[0] == 2
     assert run(capsys=capfd)[0] == 2
     assert run("--tokens", "-1", "train.py", capsys=capfd)[0] == 2
+
+
+def layers_of_one_line():
+    """Four layers that keep one product each, made at one line, and a head of its own."""
+    torch.manual_seed(0)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(64, 64, device="cuda"))
+
+        def forward(self, x):
+            return torch.relu(x @ self.weight)
+
+    model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        model(torch.ones(1 << 16, 64, device="cuda", requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_largest_tensors_of_alike_layers_are_one_entry():
+    seen = echelon.foresee(layers_of_one_line, 1, gpu="a100")
+    largest = seen.largest_at_peak(0)
+    (name, size), *_ = [(name, size) for name, size in largest if "activations" in name and "modules" in name]
+    # At the peak, backward of the last layer has freed its own.
+    assert name.endswith(" in 3 modules *")
+    assert size == 3 * (1 << 16) * 64 * 4
+    assert sum(size for _, size in largest) == seen.memory[0].live_peak

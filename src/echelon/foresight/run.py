@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -48,6 +49,8 @@ _MOST_AT_ONCE = 8
 """Most ranks that are timed at once with real tensors, as ranks of one host share its processors and its memory."""
 _LISTED = 8
 """Storages that a report of too little memory lists."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""Number of a layer in the name of a module."""
 _LEAST_EXPOSED = 0.02
 """Least exposed share of a step with forecasts. Below it a change would be smaller than the error of the forecast."""
 _NO_CHANGE = 5e-4
@@ -270,12 +273,26 @@ class Foreseen:
             file.write(text)
 
     def largest_at_peak(self, rank: int) -> list[tuple[str, int]]:
-        """Returns the tensors at the peak of a recorded rank as (kind, line and module; bytes), the largest first."""
+        """Returns the tensors at the peak of a recorded rank as (kind, line and module; bytes), the largest first.
+
+        Those of one line in layers that differ by their number are one entry: "in 32 modules layers.*.attention".
+        """
         largest: dict[str, int] = {}
+        modules: dict[str, set[str]] = {}
         for storage in self.memory[rank].alive_at_peak:
-            where = f"{storage.kind} of {self.traces[rank].where(storage)}"
-            largest[where] = largest.get(where, 0) + storage.num_bytes
-        return sorted(largest.items(), key=lambda item: -item[1])
+            where, _, module = f"{storage.kind} of {self.traces[rank].where(storage)}".partition(" in ")
+            place = f"{where} in {_NUMBER.sub('*', module)}" if module else where
+            largest[place] = largest.get(place, 0) + storage.num_bytes
+            modules.setdefault(place, set()).add(module)
+
+        def named(place: str) -> str:
+            where, _, module = place.partition(" in ")
+            alike = modules[place]
+            if len(alike) > 1:
+                return f"{where} in {len(alike)} modules {module}"
+            return f"{where} in {next(iter(alike))}" if module else where
+
+        return sorted(((named(place), size) for place, size in largest.items()), key=lambda item: -item[1])
 
     def _too_little(self, rank: int) -> str:
         """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""
