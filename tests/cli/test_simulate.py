@@ -59,6 +59,23 @@ def test_a_script_of_torch_distributed_runs_as_each_rank(simulate, write):
     assert ended.err == "echelon: 3 ranks, 0 s of virtual time, 16 B sent, seed 0\n"
 
 
+def test_swapped_collectives_are_noted(simulate, write):
+    body = """
+def tokens(n):
+    dist.all_reduce(torch.tensor([n]))
+def loss(x):
+    dist.all_reduce(torch.tensor([x]))
+for call in (tokens, loss) if rank == 0 else (loss, tokens):
+    call(1.0)
+"""
+    ended = simulate("-n", 2, write(START + body))
+    assert ended.status == 0
+    note, _ = ended.err.splitlines()
+    assert (
+        note == "echelon: note: #1 of group 'world' was called at script.py:8 on rank 0 and at script.py:10 on rank 1"
+    )
+
+
 def test_a_script_of_echelon_runs_as_each_rank(simulate, write):
     script = write("import echelon, torch\ngroup = echelon.init()\nprint(group.all_reduce(torch.ones(2)).tolist())")
     assert sorted(simulate("-n", 2, script).out.splitlines()) == ["[0] [2.0, 2.0]", "[1] [2.0, 2.0]"]

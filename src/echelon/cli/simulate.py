@@ -148,6 +148,7 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) ->
         return outcome.failure.status
     simulation = outcome.simulation
     assert simulation is not None
+    _tell_notes(simulation, shown)
     written = write_files(
         (options.png, simulation.timeline.draw),
         (options.html, simulation.timeline.draw),
@@ -200,6 +201,13 @@ def _tell(failure: Failure, shown: Console) -> None:
         trace = MarkedStream(failure.rank, shown.stderr, color=shown.color_stderr)
         trace.feed(failure.traceback.encode())
         trace.finish()
+
+
+def _tell_notes(simulation: Simulation, shown: Console) -> None:
+    from echelon.simulation.script.run import shortened
+
+    for note in simulation.notes:
+        shown.say(f"note: {shortened(note)}")
 
 
 def _summary(simulation: Simulation) -> str:

@@ -25,6 +25,7 @@ from echelon.launch.init import provide
 from echelon.launch.report import RankFailure, describe, first_cause
 from echelon.simulation import watchdog
 from echelon.simulation.backend import VirtualBackend
+from echelon.simulation.called_lines import notes_of
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
 from echelon.simulation.faults import FaultPlan, Faults
@@ -70,6 +71,11 @@ class Simulation:
     """Peak bytes of the tensors that each rank made, by rank. None without `memory=True`."""
     measurements: Measurements | None = None
     """Measured costs. As `costs` of another simulation they repeat this one. None if costs are not measured."""
+    notes: tuple[str, ...] = ()
+    """Sentences about calls that two ranks seem to have swapped: each of them was at the line of the other.
+
+    Such collectives have the same kind, shape and dtype, so no error says that their values are mixed up.
+    """
     events: Sequence[tuple[object, ...]] = field(default=(), repr=False)
     """Events of the trace, each as the arguments of an `Event`."""
 
@@ -184,6 +190,7 @@ def simulate(
         bytes_sent=world.bytes_sent(),
         peak_memory=tuple(memory_meter.peak for memory_meter in world.memory_meters) if memory else None,
         measurements=None if meter is None else meter.measurements(),
+        notes=notes_of(world.lines.values()),
         events=world.recorder.events,
     )
 

@@ -60,6 +60,7 @@ class WholeExecutor(PlannedExecutor):
         self._rank = hall.index[backend.rank]
         self._world = backend.world
         self._mailbox = backend.world.mailboxes[backend.rank]
+        self._lines = backend.world.lines_of(context, hall.ranks)
 
     def prepare(self, collective: Collective) -> Run:  # noqa: D102
         if collective.op:
@@ -83,6 +84,7 @@ class WholeExecutor(PlannedExecutor):
             def make(hall: Hall) -> Meeting:
                 return Meeting(hall, note, self._backend.rank, collective.kind, collective.root, plan)
 
+            self._lines.add(self._rank, collective, record)
             meeting = self._hall.meeting(record.sequence, make)
             seat = self._sit_down(meeting, collective, record, tensor, out, note)
             self._boundary.leave(task)
@@ -140,15 +142,19 @@ class RankOrderExecutor(PlannedExecutor):
         self._rank = ranks.index(backend.rank)
         self._world = backend.world
         self._world_rank = backend.rank
+        self._lines = backend.world.lines_of(context, tuple(ranks))
 
     def prepare(self, collective: Collective) -> Run:  # noqa: D102
         self._messages.selector = self.selector
         run = self._messages.prepare(collective)
-        return run if collective.kind not in REDUCTIONS else partial(self._run, run, collective)
+        return partial(self._run, run, collective)
 
     def _run(
         self, run: Run, collective: Collective, record: OperationRecord, tensor: Tensor, out: Tensor | None
-    ) -> Tensor:
+    ) -> Any:
+        self._lines.add(self._rank, collective, record)
+        if collective.kind not in REDUCTIONS:
+            return run(record, tensor, out)
         with self._boundary.moving():
             return self._reduce(run, collective, record, tensor, out)
 

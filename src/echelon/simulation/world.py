@@ -25,6 +25,7 @@ from echelon.call_site import Place, calling_place, line_of, source_of
 from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.operation_records import FlightRecorder
 from echelon.pipeline.run.transfer import TRANSFERS
+from echelon.simulation.called_lines import CalledLines
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.meeting import AwaitedReceive, Hall, MeetingMailbox
@@ -177,6 +178,8 @@ class World:
         self._is_instant = is_instant
         self._follows_plans = follows_plans
         self._halls: dict[tuple[int, tuple[int, ...]], Hall] = {}
+        self.lines: dict[tuple[int, tuple[int, ...]], CalledLines] = {}
+        """Lines of the calls of each group, by context and ranks."""
         self.memory_meters = [MemoryMeter() for _ in range(world_size)] if measures_memory else []
         self.flight_recorders: dict[int, FlightRecorder] = {}
         self.returned: set[int] = set()
@@ -261,6 +264,13 @@ class World:
             found = self._halls[context, ranks] = Hall(
                 ranks, context, self.clock, self.traffic, self.prices, self._is_instant, self._follows_plans
             )
+        return found
+
+    def lines_of(self, context: int, ranks: tuple[int, ...]) -> CalledLines:
+        """Returns the lines at which the ranks of a group call its collectives."""
+        found = self.lines.get((context, ranks))
+        if found is None:
+            found = self.lines[context, ranks] = CalledLines(ranks)
         return found
 
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
