@@ -36,6 +36,7 @@ from echelon.foresight.record.mail import Line, Mail, Route
 from echelon.foresight.record.saved import Checkpoint
 from echelon.foresight.trace import Allocate, Entry, Group, Trace
 from echelon.simulation.process.random_state import cores_of_thread
+from echelon.simulation.script.output import pass_on
 
 Facts: TypeAlias = Mapping[tuple[Any, ...], str]
 """Digest of a rank's contribution to each collective of real values."""
@@ -110,7 +111,7 @@ class Children:
         for _, printed in sorted(self._printed.items()):
             for stream, text in zip((sys.stdout, sys.stderr), printed, strict=True):
                 if stream is not None:
-                    stream.write(text.decode(errors="replace"))
+                    pass_on(stream, text)
         return found
 
     def _take(self, line: Connection, found: dict[int, Recorded]) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, TextIO, cast
 
 from echelon.launch.run import Console, MarkedStream
 from echelon.simulation.script.calling_rank import CallingRank
@@ -48,6 +48,15 @@ class RankOutput:
             stream.finish(rank)
 
 
+def pass_on(stream: TextIO, data: bytes) -> None:
+    """Writes output of a child process, whose lines have the marks of ranks if those of `stream` get them."""
+    target = getattr(stream, "buffer", None)
+    if isinstance(target, _MarkedBytes):
+        target.pass_on(data)
+    else:
+        stream.write(data.decode(errors="replace"))
+
+
 class _MarkedBytes(io.BufferedIOBase):
     """Stream of bytes of all ranks."""
 
@@ -64,13 +73,18 @@ class _MarkedBytes(io.BufferedIOBase):
         rank, received = self._rank.nearest(), bytes(data)
         with self._lock:
             if rank is None:
-                self._target.write(received)
-                self._target.flush()
+                self.pass_on(received)
             else:
                 if rank not in self._of_rank:
                     self._of_rank[rank] = MarkedStream(rank, self._target, color=self._color)
                 self._of_rank[rank].feed(received)
         return len(received)
+
+    def pass_on(self, data: bytes) -> None:
+        """Writes data as it is."""
+        with self._lock:
+            self._target.write(data)
+            self._target.flush()
 
     def finish(self, rank: int | None = None) -> None:
         """Writes the last line of a rank, or of all, if it has no line end."""
