@@ -1,4 +1,4 @@
-"""Output of simulated ranks that several threads write."""
+"""Output of simulated ranks that several threads or child processes write."""
 
 import io
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from echelon.launch.run import Console
 from echelon.simulation.script.calling_rank import CallingRank
-from echelon.simulation.script.output import RankOutput
+from echelon.simulation.script.output import RankOutput, pass_on
 
 PIECES = 10_000
 
@@ -39,3 +39,17 @@ def test_threads_of_one_rank_lose_nothing(frequent_switches):
         for thread in threads:
             thread.join()
     assert {letter: target.getvalue().count(letter.encode()) for letter in "abc"} == dict.fromkeys("abc", PIECES)
+
+
+def test_lines_of_a_child_keep_their_own_marks():
+    out, rank = io.BytesIO(), CallingRank()
+    rank.put(2)  # rank 2 ran last, and the calling thread is of no rank
+    with RankOutput(Console(out, io.BytesIO()), rank).installed():
+        print("its own line")
+        pass_on(sys.stdout, b"[9] of a child\n")
+    assert out.getvalue() == b"[2] its own line\n[9] of a child\n"
+
+
+def test_a_stream_without_marks_gets_them_as_text(capsys):
+    pass_on(sys.stdout, "[9] naïve\n".encode())
+    assert capsys.readouterr().out == "[9] naïve\n"
