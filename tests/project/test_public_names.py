@@ -52,3 +52,10 @@ def test_importing_the_package_does_not_import_torch():
     imported = set(ended.stdout.split())
     assert "echelon.errors" in imported
     assert "torch" not in imported
+
+
+def test_docstrings_of_groups_name_every_argument():
+    for name, method in inspect.getmembers(echelon.ProcessGroup, inspect.isfunction):
+        if not name.startswith("_"):
+            left_out = [each for each in inspect.signature(method).parameters if each not in inspect.getdoc(method)]
+            assert set(left_out) <= {"self"}, name

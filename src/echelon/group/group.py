@@ -64,8 +64,9 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     - point to point: send, recv, recv_any, sendrecv; isend, irecv, irecv_any, batch_isend_irecv
     - `print`, on one rank
 
-    All collectives raise CollectiveMismatch if ranks call different ones, PeerFailed if a rank has gone, Timeout,
-    Closed after `close`, and UnsupportedOp for a tensor that the backend cannot move.
+    Collectives and messages raise PeerFailed if a rank has gone, DeadlockError if ranks wait for each other, Timeout,
+    and Closed after `close`. They raise InvalidRank for a rank outside of the group, and UnsupportedOp for a tensor that
+    the backend cannot move. Collectives raise CollectiveMismatch if ranks call different ones.
     """
 
     def __init__(
@@ -210,6 +211,10 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         """Fails this rank: ranks of the world that wait for it, now or later, get PeerFailed with `reason`.
 
         If ECHELON_FLIGHT_RECORDER names a folder, this rank's last operations are written to it.
+
+        Args:
+            reason: The cause, in one line.
+            origin: Rank of the world that the failure began with. None: this one.
         """
         self._runner.is_closed = True
         if self._runner.is_inherited:

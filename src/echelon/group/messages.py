@@ -77,6 +77,16 @@ class PointToPoint(GroupBase):
         """Sends a tensor to rank `dst`. Blocks until `tensor` may be changed again, not until it was received.
 
         A send of a GPU tensor over a c10d backend blocks until rank `dst` has called its receive.
+
+        Args:
+            tensor: Any shape, and any dtype that can be sent.
+            dst: Rank of the receiver.
+            tag: 0 to 2**32 - 1. A receive takes messages with its own tag only.
+            timeout: Seconds.
+
+        Raises:
+            InvalidRank, SelfSend: `dst` is no other rank of the group.
+            SizeMismatch: `tag` is outside its range.
         """
         if timeout is not None:
             check_seconds(timeout)
@@ -182,16 +192,40 @@ class PointToPoint(GroupBase):
             return came
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
-        """Starts to send a tensor to rank `dst`. The tensor must not change until the Work is done."""
+        """Starts to send a tensor to rank `dst`. Does not block: errors of the message are raised by the Work.
+
+        Args:
+            tensor: As in `send`. It must not change until the Work is done.
+            dst, tag: As in `send`.
+
+        Raises:
+            InvalidRank, SelfSend, SizeMismatch: As in `send`.
+        """
         return self._send(*self._sending(tensor, dst, tag))
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
-        """Starts to receive a tensor from rank `src`, the Work's result. `out` must be contiguous."""
+        """Starts to receive a tensor from rank `src`, the Work's result. Does not block.
+
+        Args:
+            src, tag: As in `recv`.
+            out: Overwritten; contiguous. It must not be used until the Work is done. None: a new tensor.
+
+        Raises:
+            InvalidRank, SelfSend: `src` is no other rank of the group.
+            UnsupportedOp: `out` is not contiguous.
+        """
         handle, record = self._receiving(src, tag, out)
         return self._recv(handle, out, record)
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
-        """Starts to receive a tensor from any rank. The Work has the result of `recv_any`."""
+        """Starts to receive a tensor from any rank. Does not block. The Work has the result of `recv_any`.
+
+        Args:
+            tag: As in `recv`.
+
+        Raises:
+            InvalidWorldSize: the group has one rank.
+        """
         self._runner.check_open()
         if self.world_size == 1:
             raise InvalidWorldSize("recv_any in a group of 1 rank: there is nobody who could send")
@@ -208,6 +242,10 @@ class PointToPoint(GroupBase):
 
         Args:
             messages: Arguments of `isend` and `irecv`, as SendTo and RecvFrom.
+
+        Raises:
+            InvalidArgument: `messages` is no list of SendTo and RecvFrom.
+            InvalidRank, SelfSend, SizeMismatch, UnsupportedOp: As in `isend` and `irecv`, for any of the messages.
         """
         works: dict[int, Work[Tensor] | Work[None]] = {}
         if not isinstance(messages, Sequence):
