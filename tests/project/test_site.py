@@ -166,6 +166,7 @@ LOOKS = """(() => {
     for (const image of document.images) {
         if (!image.complete || !image.naturalWidth) found.push("no picture: " + image.src)
         if (!image.alt.trim()) found.push("no alternative text: " + image.src)
+        if (image.width < Math.min(image.naturalWidth, 700)) found.push("too small to read: " + image.src)
     }
     const wide = document.documentElement.scrollWidth
     if (wide > innerWidth) found.push("scrolls sideways: " + wide)
