@@ -1,6 +1,8 @@
 """The progress bar is shown on rank 0 of a terminal alone, and the items pass through."""
 
 import io
+import os
+import sys
 
 from rich.console import Console
 
@@ -25,3 +27,24 @@ def test_without_a_terminal_nothing_is_shown():
 
 def test_without_a_group():
     assert shown(None, True)[2]
+
+
+def test_through_the_pipe_of_the_launcher(monkeypatch):
+    """Ranks of `echelon run` have no terminal, but the launcher has."""
+    monkeypatch.setenv("ECHELON_TERMINAL", "60")
+    reads, writes = os.pipe()
+    with open(writes, "w") as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        assert list(progress(range(3), "training")) == [0, 1, 2]
+    with open(reads, newline="") as pipe:
+        text = pipe.read()
+    assert text.startswith("\r\x1b[2Ktraining ")
+    assert text.endswith("\r\r\x1b[2K"), "the bar is removed at the end"
+
+
+def test_a_file_is_no_terminal_of_the_launcher(monkeypatch, tmp_path):
+    monkeypatch.setenv("ECHELON_TERMINAL", "60")
+    with open(tmp_path / "log", "w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        assert list(progress(range(3), "training")) == [0, 1, 2]
+    assert (tmp_path / "log").read_text() == ""

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from echelon.errors import LaunchError
 from echelon.launch.report import GRACE
 from echelon.launch.run import Console, Program
 from echelon.launch.run import run as run_program
+from echelon.launch.status_line import StatusLine
 
 
 def run(
@@ -39,7 +41,7 @@ def run(
     # Not typer's own error, which would not show the -n that stands after the script.
     if num_ranks is None:
         raise LaunchError(no_ranks("run", program, args or []))
-    shown = console()
+    shown = _with_bars(console())
     if not quiet:
         note_misplaced(shown, run, program, args or [])
     return run_program(
@@ -56,6 +58,17 @@ def console() -> Console:
         color_stdout=_shows_color(sys.stdout.isatty()),
         color_stderr=_shows_color(sys.stderr.isatty()),
     )
+
+
+def _with_bars(shown: Console) -> Console:
+    """Returns the same output with a line for progress bars of the ranks, if standard error is a terminal for them."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return shown
+    status = StatusLine(shown.stderr)
+    stdout = status.above(shown.stdout) if sys.stdout.isatty() else shown.stdout
+    # 0 on a terminal that does not know, such as that of some editors.
+    columns = os.get_terminal_size(sys.stderr.fileno()).columns or shown.columns
+    return replace(shown, stdout=stdout, stderr=status.above(shown.stderr), status=status, columns=columns)
 
 
 def no_ranks(command: str, program: str, args: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from echelon.collectives.plans.tuning import from_text
 from echelon.doctor.checks import Finding, error, ok, warning
 from echelon.errors import EchelonError
 from echelon.group import staging
-from echelon.launch import environment, interface, report, tuned
+from echelon.launch import environment, interface, report, status_line, tuned
 
 _OWN = "ECHELON_"
 # A test compares it with all names in the source, so a new variable cannot be forgotten here.
@@ -26,6 +26,7 @@ KNOWN = frozenset(
         staging.VARIABLE,
         interface.VARIABLE,
         report.ERROR_FILE,
+        status_line.VARIABLE,
         tuned.VARIABLE,
         *map(variable_of, OPERATIONS),
     )

@@ -42,6 +42,8 @@ from echelon.launch.report import (
     exit_status,
     first_cause,
 )
+from echelon.launch.status_line import VARIABLE as TERMINAL
+from echelon.launch.status_line import StatusLine, unfinished, visible
 from echelon.launch.variables import ReservedPort, threads_per_rank
 from echelon.wording import counted, listed
 
@@ -108,6 +110,9 @@ def run(
         environs = rank_environs(num_ranks, port, environ)
         for rank, each in enumerate(environs):
             each[ERROR_FILE] = os.path.join(folder, f"rank{rank}.json")
+            each.pop(TERMINAL, None)  # of a launcher around this one
+            if console.status is not None:
+                each[TERMINAL] = str(console.columns - len(f"[{rank}] "))
         if tells:
             console.say(_started(program, environs))
         with Launcher(console, grace) as launcher:
@@ -256,16 +261,19 @@ _ADVICE = {"Unknown backend type echelon": "import echelon.interop.torch_distrib
 class MarkedStream:
     """Copy of one rank's stdout or stderr to `target`, with the rank before each line, as in "[2] loss 3.1".
 
-    Lines of different ranks never mix, because only whole lines are written.
+    Lines of different ranks never mix, because only whole lines are written. A progress bar is shown by `status`, if
+    `target` is its terminal.
     """
 
-    def __init__(self, rank: int, target: BinaryIO, *, color: bool = False) -> None:
+    def __init__(self, rank: int, target: BinaryIO, *, color: bool = False, status: StatusLine | None = None) -> None:
         mark = f"[{rank}] "
         if color:
             mark = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{mark}\x1b[0m"
         self._rank = rank
         self._mark = mark.encode()
         self._target = target
+        self._status = status
+        self._bar = b""
         self._pending = b""
         self._recent: deque[bytes] = deque(maxlen=_RECENT_LINES)
 
@@ -275,13 +283,21 @@ class MarkedStream:
         if len(self._pending) > _LONGEST_LINE:
             lines.append(self._pending)
             self._pending = b""
-        self._write(lines)
+        if self._status is None:
+            self._write(lines)
+            return
+        has_bar = b"\r" in self._pending
+        self._pending = unfinished(self._pending) if has_bar else self._pending
+        self._show(visible(self._pending) if has_bar else b"")
+        self._write([visible(line) for line in lines])
 
     def finish(self) -> None:
         """Writes the last line if it has no line end."""
-        if self._pending:
-            self._write([self._pending])
-            self._pending = b""
+        self._show(b"")
+        last = self._pending if self._status is None else visible(self._pending)
+        if last:
+            self._write([last])
+        self._pending = b""
 
     def last_words(self) -> str:
         """Returns the line of the last traceback that has its exception, or else the last line. Empty if none is left.
@@ -298,6 +314,11 @@ class MarkedStream:
             following = lines[lines.index(words, begin) + 1 :]
             words = one_line("\n".join([words, *takewhile(lambda line: line[:1].isspace(), following)]))
         return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}..."
+
+    def _show(self, text: bytes) -> None:
+        if self._status is not None and text != self._bar:
+            self._bar = text
+            self._status.show(self._rank, text and self._mark + text)
 
     def _write(self, lines: list[bytes]) -> None:
         if lines:
@@ -324,6 +345,10 @@ class Console:
     stderr: BinaryIO
     color_stdout: bool = False
     color_stderr: bool = False
+    status: StatusLine | None = None
+    """Shows progress bars of the ranks on stderr. None if that is no terminal."""
+    columns: int = 80
+    """Columns of the terminal."""
 
     def say(self, message: str) -> None:
         """Writes a message of the launcher itself."""
@@ -450,7 +475,9 @@ class Launcher:
         self._running.add(process)
         console = self._console
         self._streams[process.stdout] = MarkedStream(rank, console.stdout, color=console.color_stdout)
-        self._streams[process.stderr] = MarkedStream(rank, console.stderr, color=console.color_stderr)
+        self._streams[process.stderr] = MarkedStream(
+            rank, console.stderr, color=console.color_stderr, status=console.status
+        )
         for source in (process.stdout, process.stderr):
             self._watch(source, partial(self._copy, source))
         self._watch(process.pidfd, partial(self._on_end, process))

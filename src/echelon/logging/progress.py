@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 
 from echelon.group.group import ProcessGroup, check_group
+from echelon.launch import status_line
 from echelon.launch.init import current_group
 
 _Item = TypeVar("_Item")
@@ -21,7 +26,7 @@ def progress(
     total: float | None = None,
     console: Console | None = None,
 ) -> Iterator[_Item]:
-    """Yields the items, with a progress bar on rank 0 if standard error is a terminal.
+    """Yields the items, with a progress bar on rank 0 if standard error is a terminal, or that of `echelon run`.
 
     Args:
         items: items to go through, such as the batches of a loader.
@@ -35,8 +40,48 @@ def progress(
     """
     found = current_group() if group is None else check_group(group)
     shown = Console(stderr=True) if console is None else console
-    if (found is not None and found.rank != 0) or not shown.is_terminal:
+    columns = _columns_of_launcher() if console is None else None
+    if (found is not None and found.rank != 0) or not (shown.is_terminal or columns):
         yield from items
         return
     count = total if total is not None else float(len(items)) if isinstance(items, Sized) else None
-    yield from track(items, description, count, console=shown, transient=True)
+    if columns:
+        yield from _through_launcher(items, description, count, columns)
+    else:
+        yield from track(items, description, count, console=shown, transient=True)
+
+
+def _columns_of_launcher() -> int | None:
+    """Returns the columns of the terminal to which `echelon run` copies this standard error. None: there is none."""
+    text = os.environ.get(status_line.VARIABLE, "")
+    try:
+        # The program may have sent it to a file.
+        is_pipe = stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):  # a stream of the program's own
+        return None
+    return int(text) if is_pipe and text.isdecimal() else None
+
+
+_SECONDS = 0.2
+"""Least time between two updates of a bar through a pipe."""
+
+
+def _through_launcher(items: Iterable[_Item], description: str, count: float | None, columns: int) -> Iterator[_Item]:
+    # rich draws on terminals alone, by moving the cursor. So it only makes the text here.
+    console = Console(force_terminal=True, width=columns)
+    bars = Progress(*Progress.get_default_columns(), console=console, auto_refresh=False)
+    task = bars.add_task(description, total=count)
+    stderr, drawn = sys.stderr, float("-inf")
+    try:
+        for item in items:
+            if time.monotonic() - drawn >= _SECONDS:
+                drawn = time.monotonic()
+                with console.capture() as text:
+                    console.print(bars.get_renderable(), end="")
+                stderr.write(status_line.bar(text.get().partition("\n")[0]))
+                stderr.flush()
+            yield item
+            bars.advance(task)
+    finally:
+        stderr.write(status_line.bar(""))
+        stderr.flush()
