@@ -5,16 +5,20 @@ import re
 import signal
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import echelon
+from echelon.backends.status import Standing, Status
 from echelon.collectives.calls import hang_diagnosis
 from echelon.group import message_wait
 from echelon.group.group import ProcessGroup
+from echelon.operation_records import FlightRecorder
 from tests.helpers.forked_ranks import run_forked
 from tests.helpers.worlds import tcp_world
 
@@ -275,3 +279,45 @@ def test_a_long_wait_is_a_warning_that_says_where_the_other_is(monkeypatch, capl
             waiting.result()
             (text, *_) = [record.getMessage() for record in caplog.records]
             assert re.search(rf"rank 0 in .* at {HERE}: waited \d\.\d s for rank 1, which is ", text), text
+
+
+def test_warnings_come_once_a_minute_while_the_awaited_rank_is_in_another_group(caplog):
+    """They came at each look, which is every 2 s then: thousands of lines until the timeout."""
+    now = 0.0
+    status = Status(Standing.ELSEWHERE, "in a collective of another group")
+    backend = SimpleNamespace(
+        rank=0,
+        query_peers_after=1.0,
+        now=lambda: now,
+        control=SimpleNamespace(ask=lambda ranks, *_: dict.fromkeys(ranks, status)),
+        flight_recorder=FlightRecorder(),
+    )
+    flight = backend.flight_recorder.begin("world", 1, 1, 1, "barrier")
+    flight.thread = -1  # no thread of the program, so that no deadlock is looked for
+    watch = hang_diagnosis.HangDiagnosis(backend, [0, 1], flight, 0.0)
+    looks = 0
+    while now < 630:
+        now = watch.next_check_at
+        watch.look(1, lambda: False)
+        looks += 1
+    assert looks > 300, "it looks every 2 s"
+    assert len(caplog.records) == 10
+
+
+def time_out_in_the_first_collective(group):
+    if group.rank != ASKS:
+        stay(group)
+        return ""
+    group.recv(0, tag=TOLD)
+    with pytest.raises(echelon.Timeout) as caught:
+        group.all_reduce(torch.ones(1), timeout=0.2)
+    group.send(torch.ones(1), 0, tag=STAY)
+    return "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_the_traceback_of_a_timeout_has_no_internal_numbers(pool, backend):
+    shown = pool.run(time_out_in_the_first_collective, 2, backend=backend)[ASKS]
+    assert "in all_reduce(sum) of float32[1], #1 of group 'world'" in shown
+    assert "operation" not in shown.replace("operation_records", "")
+    assert "direct cause" not in shown

@@ -252,6 +252,24 @@ def test_the_traceback_of_the_cause_comes_first_and_only_once(script, tmp_path):
     assert lines[-1] == lines[0].replace("rank 2", "root cause: rank 2"), "with one place"
 
 
+def test_a_long_error_is_told_once(script, tmp_path):
+    path = script(
+        textwrap.dedent(REPORTING)
+        + textwrap.dedent("""
+        if rank == 1:
+            raise ValueError("long " * 40 + "text")
+        wait_for("aborted1")
+        raise PeerFailed(1, f"ValueError: {'long ' * 40}text")
+    """)
+    )
+    ended = run(2, path, str(tmp_path))
+    assert ended.err.count("long long text") == 1
+    *_, trace, then, cause = ended.err.splitlines()
+    assert trace == "[1] ValueError: as told above"
+    assert then.startswith("echelon: then rank 0 raised PeerFailed: rank 1 failed: ValueError: as told above (")
+    assert re.fullmatch(rf"echelon: root cause: rank 1 raised ValueError \({path}:\d+\), as told above", cause)
+
+
 def test_ranks_that_all_fail_alike_have_no_root_cause(script, tmp_path):
     path = script(textwrap.dedent(REPORTING) + "raise KeyError('the cause')")
     ended = run(3, path, str(tmp_path))

@@ -403,7 +403,9 @@ class CollectiveRunner:
         record.watched_by = record.watch = None
         if told is error:
             raise error
-        raise told from without_frames(error)
+        # The text of a timeout or of a departure is in that of `told`, with the words of this group.
+        is_repeated = isinstance(error, Timeout) or (isinstance(error, PeerFailed) and error.has_closed)
+        raise told from (None if is_repeated else without_frames(error))
 
     def _beside(self, attempt: Callable[[], Any], record: OperationRecord) -> Any:
         try:

@@ -76,7 +76,26 @@ class RankFailure:
         named = self.where in (word.strip("(),:;") for word in self.summary.split())
         return f"{self.summary} ({self.where})" if self.where and not named else self.summary
 
+    @property
+    def brief(self) -> str:
+        """The summary for a reader who has seen it: a long text is left out."""
+        if not self.long_text:
+            return self.placed
+        return f"{self.summary.partition(': ')[0]}{f' ({self.where})' if self.where else ''}, as told above"
 
+    @property
+    def long_text(self) -> str:
+        """Text of the error that is too long to be printed twice. Empty if it is short."""
+        text = self.summary.partition(": ")[2]
+        return text if len(text) > _LONG else ""
+
+    def told_once(self, report: str) -> str:
+        """Returns a report that follows this failure's summary, without its long text."""
+        return report.replace(self.long_text, "as told above") if self.long_text else report
+
+
+_LONG = 150
+"""Characters of an error's text from which on it is printed once: about a line and a half of a terminal."""
 GRACE = 3.0
 """Seconds that the other ranks get to report after the first failure."""
 _NOTICED_LATE = 1.0
@@ -101,7 +120,7 @@ def consequences(cause: RankFailure, others: Iterable[RankFailure]) -> list[str]
         # A mismatch has two sides: each rank may name the other one, or tell both alike.
         names = failure.consequence_of == cause.rank or cause.consequence_of == failure.rank
         is_same = names or failure.summary == cause.summary
-        text = failure.consequence if failure.consequence and is_same else failure.placed
+        text = failure.consequence if failure.consequence and is_same else cause.told_once(failure.placed)
         ranks.setdefault(text, []).append(failure.rank)
     return [f"{listed(alike)} {text}" for text, alike in ranks.items()]
 

@@ -406,14 +406,14 @@ class FailureLog:
             self._console.say(f"then {line}")
         # Last, where one looks: below the traceback, and the failures that it led to.
         if after or cause.traceback:
-            self._console.say(f"root cause: rank {cause.rank} {cause.placed}")
+            self._console.say(f"root cause: rank {cause.rank} {cause.brief}")
         return cause.status
 
     def _explain(self, failure: RankFailure) -> None:
         self._explained = failure
         self._console.say(f"rank {failure.rank} {failure.placed}")
         trace = MarkedStream(failure.rank, self._console.stderr, color=self._console.color_stderr)
-        trace.feed(failure.traceback.encode())
+        trace.feed(failure.told_once(failure.traceback).encode())
         trace.finish()
 
 

@@ -40,7 +40,7 @@ _ADVICE = "every rank must call the same operations in the same order with the s
 class HangDiagnosis:
     """Watchdog of one collective on this rank."""
 
-    __slots__ = ("_awaited", "_backend", "_begun", "_flight", "_is_called_here", "_ranks", "next_check_at")
+    __slots__ = ("_awaited", "_backend", "_begun", "_flight", "_is_called_here", "_ranks", "_warns_at", "next_check_at")
 
     def __init__(self, backend: Backend, ranks: Sequence[int], flight: OperationRecord, begun: float) -> None:
         """Starts to watch a collective.
@@ -59,6 +59,7 @@ class HangDiagnosis:
         """Rank that this rank waited for when it looked last."""
         self._is_called_here = False
         """Whether the thread that called the collective runs it, as without async_op."""
+        self._warns_at = begun + WARN_SECONDS
         self.next_check_at = begun + backend.query_peers_after
         """Time of the next check, in the backend's time."""
 
@@ -76,7 +77,9 @@ class HangDiagnosis:
         # Intervals double up to a minute: a short wait is diagnosed early, and a long one costs few queries.
         waited = self._backend.now() - self._begun
         self.next_check_at = self._begun + (2 * waited if 2 * waited <= WARN_SECONDS else _whole_minutes(waited) + 60)
-        if waited >= WARN_SECONDS:
+        # Apart from the checks, which are more frequent while the peer is in another group.
+        if self._backend.now() >= self._warns_at:
+            self._warns_at = self._begun + _whole_minutes(waited) + WARN_SECONDS
             logger.warning("rank %d in %s: %s", self._backend.rank, self._flight, self.timeout())
         status = self._ask([peer]).get(peer)
         # The message may have come while the query was in flight; then a peer that is past the operation is no error.
