@@ -369,6 +369,11 @@ class FlightRecorder:
         flights = reversed(self._all())
         return next((flight for flight in flights if flight.context == context and flight.sequence == sequence), None)
 
+    def last_calls(self, context: int) -> list[OperationRecord]:
+        """Returns the recorded collectives of a group, the newest first."""
+        calls = [flight for flight in self._all() if flight.context == context and flight.sequence]
+        return sorted(calls, key=lambda flight: -flight.sequence)
+
     def under_way(self) -> list[OperationRecord]:
         """Returns the operations in flight, the oldest first."""
         flights = (*self._pushed_out.copy().values(), *self._flights.copy())

@@ -242,3 +242,52 @@ def test_a_rank_that_waits_for_a_message_does_not_say_how_many_it_has_received()
     mailbox.post(Receive(Work(None, "receive from rank 1"), 1, Tag(step=3), None, ""))
     assert list(parting.words_for(1)) == []
     assert [tally.sequence for tally in parting.words_for(2)] == [0]
+
+
+def count(group):
+    group.all_reduce(torch.ones(1))
+
+
+def leave_one_out(group):
+    for step in range(4):
+        group.all_reduce(torch.ones(1))
+        if group.rank == 1 and step == 1:
+            continue
+        count(group)
+    return ""
+
+
+def left_one_out(group):
+    try:
+        return leave_one_out(group)
+    except echelon.CollectiveMismatch as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_the_line_of_the_call_that_a_closed_rank_left_out_is_named(backend):
+    message = run_forked(left_one_out, 2, backend=backend)[0]
+    lines = count.__code__.co_firstlineno + 1, leave_one_out.__code__.co_firstlineno + 2
+    assert "rank 1: it has closed its group" in message
+    sides = f"{__file__}:{lines[0]} on rank 0 and {__file__}:{lines[1]} on rank 1"
+    assert f"; their lines differ from #4 on, {sides}: every rank must call" in message
+
+
+def test_a_rank_that_closes_leaves_as_many_lines_as_a_frame_holds():
+    recorder = FlightRecorder()
+    here, there = Parting(0, recorder, Mailbox()), Parting(1, FlightRecorder(), Mailbox())
+    here.join(5, (0, 1))
+
+    def begin(number):  # in place of the group's method, whose caller has the line
+        recorder.begin("group", 5, number, 7, "barrier")
+
+    for number in range(1, 1000):
+        begin(number)
+    for word in here.words_for(1):
+        assert len(word.note.encode()) <= wire.MAX_NOTE_BYTES
+        there.hear(0, word)
+    lines = there.lines_left(0, 5)
+    assert max(lines) == 999
+    assert 900 < len(lines) < 999
+    assert len(set(lines.values())) == 1
+    assert there.lines_left(1, 5) == {}

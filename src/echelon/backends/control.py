@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from echelon.backends.status import Question, Status
@@ -89,6 +89,10 @@ class ControlPlane(ABC):
     def last_heard(self, rank: int) -> str:  # noqa: ARG002
         """Returns the note of the last collective message of a rank. Empty if there was none."""
         return ""
+
+    def lines_left(self, rank: int, context: int) -> Mapping[int, str]:  # noqa: ARG002
+        """Returns the lines of the last calls of a rank that has closed, by their numbers. Empty if none are known."""
+        return {}
 
     # Optional: comparison of calls in `close`
 

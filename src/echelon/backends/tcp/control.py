@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -98,6 +98,10 @@ class TcpControl(ControlPlane):
     def last_heard(self, rank: int) -> str:  # noqa: D102
         inbox = self._peers.inboxes.get(rank)
         return "" if inbox is None else wire.readable(inbox.last_note)
+
+    def lines_left(self, rank: int, context: int) -> Mapping[int, str]:  # noqa: D102
+        with self._progress.lock:
+            return self._parting.lines_left(rank, context)
 
     def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102
         with self._progress.lock:

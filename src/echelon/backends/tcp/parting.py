@@ -4,6 +4,8 @@ A rank that closes its group sends each peer two counts, in TALLY frames. The fi
 that both are in; the second is the number of messages of that peer that it has received. A rank that closes later
 compares them with its own. So a call too many is detected even if it was the very last and no rank waited for it.
 
+The frame of a group also has the lines of its last calls. So a rank that still waits can say where the lines part.
+
 No rank waits for these frames. A rank that closes first sends them and detects nothing: no peer has sent any to it.
 After a failure, a withdrawn receive or a call of `keep_silent` a rank sends nothing and compares nothing, because then
 ranks may end with different calls in good order.
@@ -14,17 +16,23 @@ Called with the lock of `Progress` held.
 from __future__ import annotations
 
 import ctypes
+import string
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from echelon.backends.formats import wire
 from echelon.backends.matching import Mailbox
+from echelon.call_site import line_of
 from echelon.errors import CollectiveMismatch, ProtocolError
-from echelon.operation_records import FlightRecorder
+from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.wording import counted
 
 MAX_TALLIES = 256
 """Most frames that a rank sends to each peer, one of them for messages. Of more groups, the newest are compared."""
+_GROUPS_WITH_LINES = 8
+"""Most groups, the newest, of which a rank tells the lines of its calls."""
+_NAMES = string.ascii_letters + string.digits
+"""One-letter names of different lines."""
 _ADVICE = "every rank must call the same operations in the same order with the same arguments"
 
 
@@ -46,6 +54,10 @@ class Parting:
         self._mailbox = mailbox
         self._groups: dict[int, tuple[int, ...]] = {}
         self._tallies: dict[int, list[wire.Frame]] = {}
+        self._lines_left: dict[tuple[int, int], Mapping[int, str]] = {}
+        """By peer and context."""
+        self._packed: dict[int, str] = {}
+        """Notes with lines, by context, the same for each peer."""
         self._keeps_silent = False
 
     def num_sent(self, rank: int) -> int:
@@ -71,9 +83,21 @@ class Parting:
         if not self._mailbox.awaits(peer):  # else one may be on its way that this rank would have received
             yield wire.Frame(kind, sequence=self._mailbox.claimed[peer].value)
         shared = [context for context, ranks in self._groups.items() if peer in ranks]
+        with_lines = shared[-_GROUPS_WITH_LINES:]
         for context in shared[-(MAX_TALLIES - 1) :]:
             if (last := self._recorder.latest(context)) is not None:
-                yield wire.Frame(kind, context, last.sequence, last.signature, note=last.with_marks())
+                note = self._with_lines(last) if context in with_lines else last.with_marks()
+                yield wire.Frame(kind, context, last.sequence, last.signature, note=note)
+
+    def _with_lines(self, last: OperationRecord) -> str:
+        found = self._packed.get(last.context)
+        if found is None:
+            found = self._packed[last.context] = _pack(last.with_marks(), self._recorder.last_calls(last.context))
+        return found
+
+    def lines_left(self, peer: int, context: int) -> Mapping[int, str]:
+        """Returns the lines of the last calls of a peer that has closed, by the number of the call."""
+        return self._lines_left.get((peer, context), {})
 
     def hear(self, peer: int, tally: wire.Frame) -> None:
         """Stores one TALLY frame of a peer.
@@ -84,7 +108,10 @@ class Parting:
         tallies = self._tallies.setdefault(peer, [])
         if len(tallies) == MAX_TALLIES:
             raise ProtocolError(f"more than {MAX_TALLIES} TALLY frames: the peer does not speak this protocol")
-        tallies.append(tally)
+        note, lines = _unpack(tally)
+        tallies.append(tally._replace(note=note))
+        if lines:
+            self._lines_left[peer, tally.context] = lines
 
     def difference(self) -> CollectiveMismatch | None:
         """Returns the first difference between the calls of this rank and of its peers. None if there is none."""
@@ -133,3 +160,32 @@ class Parting:
                     src,
                 )
         return None
+
+
+def _pack(text: str, calls: Sequence[OperationRecord]) -> str:
+    """Returns a text, a letter for each call from the last one backwards, and the lines that the letters stand for."""
+    lines: dict[str, str] = {}
+    letters = ""
+    room = wire.MAX_NOTE_BYTES - len(text.encode(errors="backslashreplace")) - 1
+    for call in calls:
+        line = line_of(call.place)
+        is_next = call.sequence == calls[0].sequence - len(letters)
+        needed = 1 if line in lines else 2 + len(line.encode(errors="backslashreplace"))
+        if (
+            not is_next
+            or not line
+            or "\n" in line
+            or needed > room
+            or (line not in lines and len(lines) == len(_NAMES))
+        ):
+            break
+        room -= needed
+        letters += lines.setdefault(line, _NAMES[len(lines)])
+    return "\n".join([text, letters, *lines]) if letters else text
+
+
+def _unpack(tally: wire.Frame) -> tuple[str, dict[int, str]]:
+    """Returns the text of a frame, and the lines of the calls by their numbers."""
+    text, letters, *lines = [*tally.note.split("\n"), ""]
+    named = dict(zip(_NAMES, lines, strict=False))
+    return text, {tally.sequence - back: named[letter] for back, letter in enumerate(letters) if letter in named}

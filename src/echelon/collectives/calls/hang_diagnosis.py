@@ -163,8 +163,17 @@ class HangDiagnosis:
 
     def departure(self, failure: PeerFailed) -> CollectiveMismatch:
         """Returns the error for a rank that closed its group, and so makes fewer calls than this one."""
+        recorder, context = self._backend.flight_recorder, self._flight.context
+        lines = self._backend.control.lines_left(failure.rank, context)
+        agreed = recorder.find(context, max(lines)) if lines else None
+        parted = first_at_other_lines(
+            recorder,
+            agreed,
+            lambda each: f" at {lines[each.sequence]}" if each.sequence in lines else "",
+            (self._backend.rank, failure.rank),
+        )
         return CollectiveMismatch(
-            f"{self._mine()}, but rank {failure.rank}: {failure.reason}: {_ADVICE}", departed=failure.rank
+            f"{self._mine()}, but rank {failure.rank}: {failure.reason}{parted}: {_ADVICE}", departed=failure.rank
         )
 
     def timeout(self, seconds: float = ANSWER_SECONDS) -> Timeout:
