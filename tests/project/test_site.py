@@ -45,6 +45,13 @@ def test_every_public_name_is_in_the_reference(tools):
             assert f"{module.__name__}.{name}" in listed or name in short or is_page, f"{module.__name__}.{name}"
 
 
+def test_names_for_the_library_s_own_use_are_not_in_the_reference(tools):
+    assert all(
+        name.startswith("echelon.") and name.count(".") == 1 for name in tools["api_pages"].contents()["echelon.errors"]
+    )
+    assert tools["api_pages"].contents()["echelon.foresight.run"] == ["echelon.Foreseen", "echelon.foresee"]
+
+
 def test_a_name_is_in_the_reference_once(tools):
     listed = [name for names in tools["api_pages"].contents().values() for name in names]
     assert len(set(listed)) == len(listed)

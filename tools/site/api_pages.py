@@ -37,8 +37,13 @@ TITLES = {
     "echelon.testing": "Testing",
     "echelon.collectives.plans.algorithms": "Algorithms of collectives",
     "echelon.interop.torch_distributed": "Under torch.distributed",
+    "echelon.amp": "Mixed precision",
+    "echelon.data": "Data",
+    "echelon.logging": "Logging",
 }
-"""Titles of the pages. A page without an entry here has the name of its module as the title."""
+"""Titles of the pages, in their order."""
+OF_PACKAGE = ("echelon.errors", "echelon.foresight.run")
+"""Modules whose names are for users only if `echelon` has them, too."""
 ALSO = {
     "echelon": ("echelon.backends.work.Work",),
     "echelon.pipeline": ("echelon.timeline.timeline.Timeline",),
@@ -103,7 +108,7 @@ def contents() -> dict[str, list[str]]:
         home = package.imported.get(name, "echelon")
         on_page[home if home in on_page else "echelon"].append(f"echelon.{name}")
     for module in found.values():
-        if module is not package:
+        if module is not package and module.name not in OF_PACKAGE:
             short = {full.rpartition(".")[2] for full in on_page[module.name]}
             names = (name for name in module.public if name not in short and f"{module.name}.{name}" not in found)
             on_page[module.name] += [f"{module.name}.{name}" for name in names]
@@ -114,7 +119,7 @@ def contents() -> dict[str, list[str]]:
 
 def title(module: str) -> str:
     """Returns the title of a module's page."""
-    return TITLES.get(module, module)
+    return TITLES[module]
 
 
 def page_name(module: str) -> str:
