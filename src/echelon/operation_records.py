@@ -318,6 +318,7 @@ class FlightRecorder:
             for key, each in list(pushed_out.items()):
                 if each.ended is not None:
                     pushed_out.pop(key, None)
+            # Twice as many, so that a record is looked at a constant number of times on average.
             self._most_pushed_out = 2 * len(pushed_out) + CAPACITY
         pushed_out[id(record)] = record
 

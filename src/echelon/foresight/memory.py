@@ -149,6 +149,7 @@ class _Moment(NamedTuple):
 
 def _curve(role: PlayedRole, memory: Memory, points: int) -> Curve:
     moments = _moments(role, memory)
+    # A step that launches no kernel takes no time.
     width = role.seconds / points or 1.0
     kept = [moments[0]]
     # Of each interval the fullest moment is kept, so that no peak is lost, and the last one, which lasts.

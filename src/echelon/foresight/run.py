@@ -299,6 +299,7 @@ class Foreseen:
         memory = self.memory[rank]
         # A full device reserves no more than it has, and blocks that are free but too small keep others from fitting.
         needed = max(memory.live_peak, memory.reserved_peak)
+        # Less would read 0.0.
         kinds = ", ".join(
             f"{kind} {size / _GIB:.1f}" for kind, size in memory.kinds_at_peak.items() if size > _GIB // 20
         )

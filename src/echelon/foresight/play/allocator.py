@@ -33,26 +33,20 @@ MIN_BLOCK = 512
 class Memory:
     """Memory of one rank over a step."""
 
-    live_at_start: int
     live_peak: int
     """Most bytes of tensors at once."""
     reserved_peak: int
     """Most bytes of segments at once."""
     kinds_at_peak: Mapping[str, int]
     """Bytes of tensors at the peak, by kind."""
-    peak_entry: int
-    """Index of the allocation in the trace that made the peak. -1: the step began with it."""
     alive_at_peak: tuple[Allocate, ...]
     """Storages at the peak, the largest first."""
     fits: bool
     """Whether every request was met within the device's memory."""
-    first_failure: int
-    """Index of the first allocation that did not fit. -1 if all did."""
     retries: int
     """Times in the step that the device was full and free segments were given back, which slows the step down."""
-    live: tuple[tuple[int, int], ...]
-    """(index of the entry, bytes) after each change."""
     reserved: tuple[tuple[int, int], ...]
+    """(index of the entry, bytes of segments) after each change. Index -1: before the step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -245,91 +239,79 @@ def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) 
     its end, in blocks that are free then, and later requests do not find these blocks whole.
     """
     allocator = CachingAllocator(limit, expandable)
-    failure = _warm_up(allocator, trace)
+    fits = _warm_up(allocator, trace)
     earlier_retries = allocator.retries
     alive: dict[int, Allocate] = {entry.storage: entry for entry in trace.live}
-    live = sum(entry.num_bytes for entry in trace.live)
-    start = peak = live
-    peak_entry = -1
+    live = peak = sum(entry.num_bytes for entry in trace.live)
     at_peak = dict(alive)
-    curve = [(-1, live)]
     reserved = [(-1, allocator.reserved)]
     is_rising = False
     for index, change in enumerate(trace.entries):
         if type(change) is Allocate:
             alive[change.storage] = change
             live += change.num_bytes
-            if not allocator.allocate(change.storage, change.num_bytes, change.stream) and failure < 0:
-                failure = index
+            fits &= allocator.allocate(change.storage, change.num_bytes, change.stream)
+            if allocator.reserved != reserved[-1][1]:
+                reserved.append((index, allocator.reserved))
             if live > peak:
-                peak, peak_entry, is_rising = live, index, True
+                peak, is_rising = live, True
         elif type(change) is Free:
             gone = alive.get(change.storage)
             if gone is None:
                 continue
             # Copied at the end of each rise, not at each of its steps.
-            if is_rising and live == peak:
+            if is_rising:
                 at_peak, is_rising = dict(alive), False
             del alive[change.storage]
             live -= gone.num_bytes
             allocator.free(change.storage)
-        else:
-            continue
-        curve.append((index, live))
-        if allocator.reserved != reserved[-1][1]:
-            reserved.append((index, allocator.reserved))
-    if is_rising and live == peak:
+    if is_rising:
         at_peak = dict(alive)
     kinds: dict[str, int] = defaultdict(int)
     for each in at_peak.values():
         kinds[each.kind] += each.num_bytes
     return Memory(
-        live_at_start=start,
         live_peak=peak,
         reserved_peak=allocator.peak,
         kinds_at_peak=dict(sorted(kinds.items(), key=lambda item: -item[1])),
-        peak_entry=peak_entry,
         alive_at_peak=tuple(sorted(at_peak.values(), key=lambda each: -each.num_bytes)),
-        fits=failure < 0,
-        first_failure=failure,
+        fits=fits,
         # Those of the first step do not come again.
         retries=allocator.retries - earlier_retries,
-        live=tuple(curve),
         reserved=tuple(reserved),
     )
 
 
-def _warm_up(allocator: CachingAllocator, trace: Trace) -> int:
+def _warm_up(allocator: CachingAllocator, trace: Trace) -> bool:
     """Plays a first step, and leaves allocated the storages that are alive when the second one begins.
 
-    Returns the index of the first entry that does not fit. -1 if all do.
+    Returns whether all of them fit.
     """
     used: set[int] = set()
-    failure = -1
+    fits = True
 
-    def allocate(entries: Iterable[Allocate], index: int) -> None:
-        nonlocal failure
+    def allocate(entries: Iterable[Allocate]) -> None:
+        nonlocal fits
         for entry in entries:
-            fits = allocator.allocate(entry.storage, entry.num_bytes, entry.stream)
-            failure = index if failure < 0 and not fits else failure
+            fits &= allocator.allocate(entry.storage, entry.num_bytes, entry.stream)
             used.add(entry.storage)
 
     later = [entry for entry in trace.live if entry.kind == "optimizer"]
-    allocate((entry for entry in trace.live if entry.kind != "optimizer"), 0)
-    for index, change in enumerate(trace.entries):
+    allocate(entry for entry in trace.live if entry.kind != "optimizer")
+    for change in trace.entries:
         if type(change) is Allocate:
-            allocate([change], index)
+            allocate([change])
         elif type(change) is Free:
             allocator.free(change.storage)
             used.discard(change.storage)
         # The state of most optimizers is made in their first step.
         elif later and type(change) is Kernel and change.phase == "optimizer":
-            allocate(later, index)
+            allocate(later)
             later = []
     for storage in used - {entry.storage for entry in trace.live}:
         allocator.free(storage)
-    allocate([entry for entry in trace.live if entry.storage not in used], len(trace.entries) - 1)
-    return failure
+    allocate([entry for entry in trace.live if entry.storage not in used])
+    return fits
 
 
 def _up(size: int, unit: int) -> int:
