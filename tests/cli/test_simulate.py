@@ -158,6 +158,31 @@ def test_each_rank_has_its_own_modules_of_the_folder_and_shares_installed_ones(s
     assert sorted(out.splitlines()) == [f"[{rank}] ['{rank}', '{rank}'] {id(sys.modules['torch'])}" for rank in (0, 1)]
 
 
+@pytest.mark.parametrize("way", ["the project", "sys.path"])
+def test_each_rank_has_its_own_modules_beside_the_folder(simulate, write, tmp_path, monkeypatch, way):
+    """As with `pip install -e`, or a script that adds the folder above."""
+    write("import os\nrank = os.environ['RANK']", "src/of_a_test/state.py")
+    write("", "src/of_a_test/__init__.py")
+    source = START + "from of_a_test import state\nprint(state.rank)\ndist.barrier()"
+    if way == "the project":
+        write("", "pyproject.toml")
+        monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    else:
+        source = f"import sys\nsys.path.insert(0, {str(tmp_path / 'src')!r})\n" + source
+    out = simulate("-n", 2, write(source, "scripts/train.py")).out
+    assert sorted(out.splitlines()) == ["[0] 0", "[1] 1"]
+
+
+def test_the_folder_of_the_command_is_not_searched(write, tmp_path):
+    """`python -m echelon` finds modules in the working folder, which `python scripts/train.py` does not."""
+    write("", "beside.py")
+    script = write("import beside", "scripts/train.py")
+    command = [sys.executable, "-m", "echelon", "simulate", "-n", "2", script]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "No module named 'beside'" in ended.stderr
+
+
 def test_an_import_that_waits_for_other_ranks_holds_no_lock(simulate, write):
     write(START + "dist.barrier()\nfrom inner import value", "outer.py")
     write("import torch.distributed as dist\ndist.barrier()\nvalue = dist.get_rank()\ndist.barrier()", "inner.py")

@@ -1,9 +1,9 @@
 """Modules of the user's program, which each simulated rank loads for itself.
 
-Strategy. A finder in front of the others recognizes modules whose file lies in the program's folders, and notes their
-names. The entries of these names in `sys.modules` are exchanged between ranks, and so are the locks under which they
-are imported. A rank that waits in the middle of an import therefore holds no lock that another rank needs, which loads
-the module for itself. The source of a module is compiled once.
+Strategy. A finder in front of the others recognizes modules whose file belongs to the program, and notes their names.
+The entries of these names in `sys.modules` are exchanged between ranks, and so are the locks under which they are
+imported. A rank that waits in the middle of an import therefore holds no lock that another rank needs, which loads the
+module for itself. The source of a module is compiled once.
 """
 
 from __future__ import annotations
@@ -55,9 +55,19 @@ class MainModule(State):
 class LocalModules(State):
     """Modules in some folders, of which each rank has its own."""
 
-    def __init__(self, folders: Sequence[str]) -> None:
-        """Takes the folders. Modules below them belong to ranks, except installed ones and extension modules."""
-        self._folders = tuple(os.path.join(os.path.realpath(folder), "") for folder in folders)
+    def __init__(self, folders: Sequence[str], search: Sequence[str], project: str | None) -> None:
+        """Takes the places of the program's modules, which belong to ranks, except installed and extension modules.
+
+        Args:
+            folders: Folders of the program.
+            search: `sys.path` with which each rank begins. Folders that the program adds to it are the program's, too.
+            project: Folder of the program's project. Packages that the process has loaded from there before are shared,
+                as those of a checkout of torch that has the script.
+        """
+        self._folders = _prefixes(folders)
+        self._project = () if project is None else _prefixes([project])
+        self._search = _prefixes(search)
+        self._packages = {name.partition(".")[0] for name in sys.modules}
         self.codes: dict[str, CodeType] = {}
         """Compiled code, by file."""
         self._finder = _Finder(self)
@@ -65,16 +75,22 @@ class LocalModules(State):
         self._names = {
             name: None
             for name, module in list(sys.modules.items())
-            if name != "__main__" and self.is_local(_file_of(module))
+            if name != "__main__" and self.is_local(name, _file_of(module))
         }
 
-    def is_local(self, path: str | None) -> bool:
-        """Whether a source file, or the folder of a package, belongs to the program."""
+    def is_local(self, name: str, path: str | None) -> bool:
+        """Whether a module belongs to the program, by its name and its source file or the folder of its package."""
         if not path or is_foreign(path):
             return False
         path = os.path.realpath(path)
         is_installed = any(part in path for part in _INSTALLED) or path.endswith(tuple(EXTENSION_SUFFIXES))
-        return path.startswith(self._folders) and not is_installed and not is_foreign(path)
+        return self._is_of_program(name, path) and not is_installed and not is_foreign(path)
+
+    def _is_of_program(self, name: str, path: str) -> bool:
+        added = tuple(place for place in _prefixes(sys.path) if place not in self._search)
+        if path.startswith(self._folders + added):
+            return True
+        return path.startswith(self._project) and name.partition(".")[0] not in self._packages
 
     @contextmanager
     def found(self) -> Iterator[None]:
@@ -112,6 +128,11 @@ class LocalModules(State):
         _LOCKS.update(state.locks)
 
 
+def _prefixes(folders: Sequence[str]) -> tuple[str, ...]:
+    """Returns how paths below some folders begin."""
+    return tuple(os.path.join(os.path.realpath(folder), "") for folder in folders if folder)
+
+
 def _file_of(module: ModuleType | None) -> str | None:
     spec = getattr(module, "__spec__", None)  # `sys.modules` may hold anything
     return _places(spec)[0] if isinstance(spec, ModuleSpec) and _places(spec) else None
@@ -139,7 +160,7 @@ class _Finder:
         return None
 
     def _as_local(self, spec: ModuleSpec) -> ModuleSpec:
-        if any(self._modules.is_local(place) for place in _places(spec)):
+        if any(self._modules.is_local(spec.name, place) for place in _places(spec)):
             self._modules.note(spec.name)
             if type(spec.loader) is SourceFileLoader:  # a loader of another kind has a way of its own
                 spec.loader = CodeOnce(spec.loader.name, spec.loader.path, self._modules.codes)

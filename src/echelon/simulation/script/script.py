@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 
 from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
@@ -23,6 +24,9 @@ from echelon.simulation.process.state import ProgramWithStates, State
 from echelon.simulation.scheduler import Ended
 from echelon.simulation.script.calling_rank import CallingRank
 from echelon.simulation.script.output import RankOutput
+
+_OF_PROJECTS = ("pyproject.toml", "setup.py")
+"""Files in the folder of a project."""
 
 
 class Script(ProgramWithStates):
@@ -41,7 +45,9 @@ class Script(ProgramWithStates):
         self._program = program
         self._folders, self._path = _places(program)
         self._rank = CallingRank()
-        self._modules = LocalModules(self._folders)
+        self._modules = LocalModules(
+            self._folders, self._path, None if program.is_module else _project_of(program.name)
+        )
         self._output = RankOutput(console, self._rank)
         self.has_begun = False
         """Whether a rank has begun."""
@@ -133,7 +139,7 @@ def _execute(code: types.CodeType, path: str, loader: object, spec: ModuleSpec |
 
 def _places(program: Program) -> tuple[list[str], list[str]]:
     """Returns the folders of the program's own modules, and its `sys.path`."""
-    search = [path for path in sys.path if path and not _is_of_command(path)]
+    search = [path for path in sys.path[1 if _begins_with_command() else 0 :] if path]
     if not program.is_module:
         folder = os.path.dirname(os.path.realpath(program.name))
         folders, path = [folder], [folder, *search]
@@ -155,6 +161,17 @@ def _root_of(spec: ModuleSpec) -> str:
     return os.path.dirname(folder) if spec.submodule_search_locations else folder
 
 
-def _is_of_command(path: str) -> bool:
-    """Whether a folder is in `sys.path` only because the command `echelon` lies there."""
-    return not sys.flags.safe_path and path == sys.path[0] == os.path.dirname(os.path.abspath(sys.argv[0]))
+def _project_of(script: str) -> str | None:
+    """Returns the folder of the project in which a script lies. None without one.
+
+    The packages of the project may lie beside the script's folder, as with `pip install -e`.
+    """
+    folders = [Path(script).resolve().parent, *Path(script).resolve().parents]
+    return next((str(folder) for folder in folders if any((folder / name).is_file() for name in _OF_PROJECTS)), None)
+
+
+def _begins_with_command() -> bool:
+    """Whether the first folder of `sys.path` is the command's: `echelon` lies in it, or `python -m` added it."""
+    is_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
+    added = os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0]))
+    return not sys.flags.safe_path and sys.path[:1] == [added]
