@@ -3,6 +3,8 @@
 from contextlib import suppress
 from datetime import timedelta
 
+import pytest
+import torch
 import torch.distributed as dist
 
 import echelon
@@ -34,3 +36,64 @@ def test_a_store_has_the_keys_of_the_program_alone():
         return num_keys, store.get("workers")
 
     assert {keys for _, keys in echelon.simulate(program, 2).results} == {b"none"}
+
+
+def test_a_timeout_that_the_program_has_set_ends_its_waits():
+    def program(group):
+        store = dist.TCPStore("localhost", 29500, 2, group.rank == 0, timedelta(seconds=60))
+        assert store.timeout == timedelta(seconds=60)
+        store.set_timeout(timedelta(seconds=2))
+        with pytest.raises(dist.DistStoreError, match=r"wait timeout after 2 s, keys: \['never'\]"):
+            store.get("never")
+        return group.backend.now()
+
+    assert echelon.simulate(program, 2).results == [2.0, 2.0]
+
+
+def test_a_further_client_sees_the_keys_of_the_same_server():
+    """As with a store that one rank alone opens beside that of all, by another name of the host."""
+
+    def program(group):
+        store = dist.TCPStore("localhost", 29500, 2, group.rank == 0)
+        store.set(f"of {group.rank}", "1")
+        if group.rank == 1:
+            return dist.TCPStore("127.0.0.1", 29500, is_master=False).get("of 0")
+        return b"1"
+
+    assert echelon.simulate(program, 2).results == [b"1", b"1"]
+
+
+def test_a_store_chooses_its_port():
+    def program(group):
+        port = dist.TCPStore("localhost", 0, is_master=True).port if group.rank == 0 else 0
+        port = int(group.broadcast(torch.tensor(port), src=0).item())
+        store = dist.TCPStore("localhost", port, is_master=False)
+        return store.port == port > 0, store.add("ranks", 1)
+
+    assert sorted(echelon.simulate(program, 2).results) == [(True, 1), (True, 2)]
+
+
+def test_values_that_are_pushed_to_a_queue_are_popped_once():
+    def program(group):
+        store = dist.TCPStore("localhost", 29500, 3, group.rank == 0)
+        if group.rank == 0:
+            for value in "ab":
+                store.queue_push("queue", value)
+            group.barrier()
+            with pytest.raises(dist.QueueEmptyError):
+                store.queue_pop("queue", block=False)
+            return store.queue_len("queue")
+        value = store.queue_pop("queue")
+        group.barrier()
+        return value
+
+    left, *popped = echelon.simulate(program, 3).results
+    assert (left, sorted(popped)) == (0, [b"a", b"b"])
+
+
+def test_a_queue_to_which_nobody_pushes_is_named():
+    def program():
+        dist.TCPStore("localhost", 29500, 1, True).queue_pop("queue")
+
+    with pytest.raises(echelon.DeadlockError, match=r"queue_pop of 'queue', to which no rank has pushed"):
+        echelon.simulate(program, 1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeAlias
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistStoreError, QueueEmptyError
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.errors import Timeout
@@ -39,20 +40,47 @@ class Patience(Protocol):
 
 
 Contents: TypeAlias = dict[str, bytes]
+Queues: TypeAlias = dict[str, deque[bytes]]
 
 FOREVER = threading.TIMEOUT_MAX
 """Seconds."""
-_DEFAULT = timedelta(seconds=300)
+DEFAULT_TIMEOUT = timedelta(seconds=300)
 """Timeout of torch's stores. A wait for this long is one for ever: nobody chose the time."""
 
 
 class SimulatedStore(TorchStore):
     """Store whose keys all simulated ranks see. torch's C++ calls the methods too, through a PrefixStore."""
 
-    def __init__(self, contents: Contents, patience: Patience) -> None:
+    def __init__(
+        self,
+        contents: Contents,
+        queues: Queues,
+        patience: Patience,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        **attributes: object,
+    ) -> None:
+        """Makes a rank's store.
+
+        Args:
+            contents, queues: shared by the ranks.
+            patience: its waits.
+            timeout: with which it is opened. It does not end a wait: an error that explains the wait does so at once.
+            attributes: public attributes of its kind, such as `port`.
+        """
         super().__init__()
+        super().set_timeout(timeout)
         self._contents = contents
+        self._queues = queues
         self._patience = patience
+        self._opened_with = timeout
+        self._attributes = attributes
+
+    def __getattr__(self, name: str) -> object:
+        """Returns an attribute of this kind of store."""
+        try:
+            return self.__dict__["_attributes"][name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
     def set(self, key: str, value: str | bytes) -> None:  # noqa: D102
         self._contents[key] = _bytes(value)
@@ -100,23 +128,55 @@ class SimulatedStore(TorchStore):
     def has_extended_api(self) -> bool:  # noqa: D102
         return True
 
-    def wait(self, keys: Sequence[str], timeout: timedelta = _DEFAULT) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Blocks until all keys are set.
 
         Raises:
-            torch.distributed.DistStoreError: not within `timeout`, which is not torch's default.
+            torch.distributed.DistStoreError: not within `timeout`, or that of `set_timeout`, unless it is torch's
+                default.
         """
         if self._has(keys):
             return
-        missing = ", ".join(repr(key.rpartition("/")[2]) for key in keys if key not in self._contents)
-        limit = None if timeout >= _DEFAULT else timeout.total_seconds()
+        missing = ", ".join(repr(key.rpartition("/")[2]) for key in keys if not self._has([key]))
+        self._until(lambda: self._has(keys), f"Store.wait for {missing}, which no rank has set", keys, timeout)
+
+    def _until(
+        self, is_true: Callable[[], bool], what: str, keys: Sequence[str], timeout: timedelta | None = None
+    ) -> None:
+        if timeout is None and self.timeout != self._opened_with:
+            timeout = self.timeout
+        limit = None if timeout is None or timeout >= DEFAULT_TIMEOUT else timeout.total_seconds()
         try:
-            self._patience.until(lambda: self._has(keys), f"Store.wait for {missing}, which no rank has set", limit)
+            self._patience.until(is_true, what, limit)
         except Timeout as error:
-            raise DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, keys: {list(keys)}") from error
+            raise DistStoreError(f"wait timeout after {limit:g} s, keys: {list(keys)}") from error
+
+    def queue_push(self, key: str, value: str | bytes) -> None:  # noqa: D102
+        self._queues.setdefault(key, deque()).append(_bytes(value))
+        self._patience.changed()
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Returns the first value of a queue, and removes it. Blocks until there is one, unless `block` is False.
+
+        Raises:
+            torch.distributed.QueueEmptyError: there is none, and `block` is False.
+            torch.distributed.DistStoreError: as `wait`.
+        """
+        if not self._queues.get(key):
+            if not block:
+                self._patience.let_others_run()
+            else:
+                what = f"Store.queue_pop of {key!r}, to which no rank has pushed"
+                self._until(lambda: bool(self._queues.get(key)), what, [key])
+        if not self._queues.get(key):
+            raise QueueEmptyError(f"queue {key} is empty")
+        return self._queues[key].popleft()
+
+    def queue_len(self, key: str) -> int:  # noqa: D102
+        return len(self._queues.get(key, ()))
 
     def clone(self) -> SimulatedStore:  # noqa: D102
-        return SimulatedStore(self._contents, self._patience)
+        return SimulatedStore(self._contents, self._queues, self._patience, self._opened_with, **self._attributes)
 
     def list_keys(self) -> list[str]:  # noqa: D102
         return list(self._contents)
@@ -127,7 +187,7 @@ class SimulatedStore(TorchStore):
     compareSet = compare_set  # noqa: N815
 
     def _has(self, keys: Sequence[str]) -> bool:
-        return all(key in self._contents for key in keys)
+        return all(key in self._contents or self._queues.get(key) for key in keys)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -39,7 +39,7 @@ from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.pools import pools_in_lanes
 from echelon.simulation.process.profiler import one_session_at_a_time
 from echelon.simulation.process.sharding import SharedShardings
-from echelon.simulation.process.store import FOREVER, Contents, SimulatedStore
+from echelon.simulation.process.store import DEFAULT_TIMEOUT, FOREVER, Contents, Queues, SimulatedStore
 from echelon.wording import listed
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ _RENDEZVOUS = importlib.import_module("torch.distributed.rendezvous")  # the pac
 
 _NCCL_TIMEOUT = timedelta(minutes=10)
 """torch's default for NCCL."""
+
+
+_FIRST_PORT = 49152
+"""Ports from here on are nobody's: those that stores choose for themselves. No rank listens there."""
 
 
 class _Division(NamedTuple):
@@ -79,8 +83,12 @@ class TorchDistributed:
         """Backend of the default group, as the program asked for it, by rank."""
         self._groups: dict[int, ProcessGroup] = {}
         self._contents: defaultdict[object, Contents] = defaultdict(dict)
+        self._queues: defaultdict[object, Queues] = defaultdict(dict)
         self._num_opened: defaultdict[object, int] = defaultdict(int)
-        """Number of stores that a rank has opened, by rank and address."""
+        """Number of the last store that a rank has opened, by rank and port."""
+        self._num_served: defaultdict[int, int] = defaultdict(int)
+        """Number of the last store that a rank serves, by port."""
+        self._num_chosen_ports = 0
         self._num_workers: defaultdict[object, int] = defaultdict(int)
         """Number of ranks that have opened a store, by its key in `_contents`."""
         self._waiting: list[StoreWait] = []
@@ -143,6 +151,7 @@ class TorchDistributed:
             self._shardings.remove()
             self._groups.clear()
             self._contents.clear()
+            self._queues.clear()
             self._stores.clear()
 
     # Groups
@@ -243,28 +252,39 @@ class TorchDistributed:
         host_name: str,
         port: int,
         world_size: int | None = None,
-        is_master: bool = False,  # noqa: ARG002
-        timeout: object = None,  # noqa: ARG002
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
         wait_for_workers: bool = True,
-        **_: object,
+        *_: object,
+        **__: object,
     ) -> SimulatedStore:
-        address, rank = (host_name, int(port)), self._here().rank
-        # A program may open one address after another: the second store of each rank is a new one.
-        self._num_opened[rank, address] += 1
-        opened = address, self._num_opened[rank, address]
-        store = self._store(self._contents[opened])
-        if world_size is not None and wait_for_workers and self._backend is None:
+        # By the port alone: ranks may use different names for the host.
+        rank, port = self._here().rank, int(port) or self._free_port()
+        waits = world_size is not None and wait_for_workers
+        # A program may serve one port after another: the second store of each rank is a new one, except for clients.
+        is_new = is_master or waits
+        number = self._num_opened[rank, port] + 1 if is_new else max(self._num_served[port], 1)
+        self._num_opened[rank, port] = max(self._num_opened[rank, port], number)
+        if is_master:
+            self._num_served[port] = number
+        opened = port, number
+        store = self._store(opened, timeout, host=host_name, port=port, libuvBackend=True)
+        if world_size is not None and waits and self._backend is None:
             self._num_workers[opened] += 1
             self.changed()
             what = f"TCPStore({host_name!r}, {port}), which {world_size} ranks must open"
             self.until(lambda: self._num_workers[opened] >= world_size, what, None)
         return store
 
-    def _file_store(self, file_name: str, world_size: int = -1) -> SimulatedStore:  # noqa: ARG002
-        return self._store(self._contents["file", str(file_name)])
+    def _free_port(self) -> int:
+        self._num_chosen_ports += 1
+        return _FIRST_PORT + self._num_chosen_ports
 
-    def _store(self, contents: Contents) -> SimulatedStore:
-        store = SimulatedStore(contents, self)
+    def _file_store(self, file_name: str, world_size: int = -1) -> SimulatedStore:  # noqa: ARG002
+        return self._store(("file", str(file_name)), path=str(file_name))
+
+    def _store(self, key: object, timeout: timedelta = DEFAULT_TIMEOUT, **attributes: object) -> SimulatedStore:
+        store = SimulatedStore(self._contents[key], self._queues[key], self, timeout, **attributes)
         self._stores.append(store)
         return store
 
