@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -88,6 +89,38 @@ def test_a_rank_that_seeds_has_what_it_would_have_alone():
     alone = echelon.simulate(seeded_draws, 1, (4,)).results[0]
     for draws in echelon.simulate(seeded_draws, 3, (4,)).results:
         assert draws == alone
+
+
+def normals(group):
+    np.random.seed(3)
+    drawn = []
+    for _ in range(5):
+        drawn.append(np.random.randn())  # it draws two, and keeps the second for the next call
+        if group.world_size > 1:
+            group.barrier()
+    return drawn
+
+
+def test_a_normal_number_that_numpy_keeps_stays_with_its_rank():
+    np.random.seed(4)
+    first = np.random.randn()
+    (alone,) = echelon.simulate(normals, 1).results
+    assert echelon.simulate(normals, 3).results == [alone] * 3
+    assert len(set(alone)) == 5
+    second = np.random.randn()
+    np.random.seed(4)
+    assert [np.random.randn(), np.random.randn()] == [first, second], "the process had kept one, too"
+
+
+def test_the_state_of_numpys_generator_can_be_saved():
+    def program(group):
+        saved = np.random.get_state(), pickle.dumps(np.random.get_bit_generator())
+        drawn = np.random.rand()
+        group.barrier()
+        np.random.set_state(saved[0])
+        return drawn == np.random.rand() == np.random.RandomState(pickle.loads(saved[1])).rand()
+
+    assert echelon.simulate(program, 2).results == [True, True]
 
 
 def only_one_runs(group, running):

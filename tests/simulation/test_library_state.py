@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import parametrize
 
 import echelon
 from echelon.errors import UnsupportedOp
 from echelon.simulation.process import pools
-from echelon.simulation.process.library_state import SETTINGS, LibraryAttribute, LibraryState
+from echelon.simulation.process.library_state import SETTINGS, SHARED_SETTINGS, LibraryAttribute, LibraryState
 
 
 def settings():
@@ -30,6 +32,12 @@ def test_each_rank_has_its_settings_of_torch():
         torch.use_deterministic_algorithms(is_odd, warn_only=is_odd)
         torch.set_float32_matmul_precision("high" if is_odd else "highest")
         torch.backends.cuda.enable_math_sdp(is_odd)
+        torch.backends.mha.set_fastpath_enabled(is_odd)
+        torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = is_odd
+        torch.sparse.check_sparse_tensor_invariants.enable() if is_odd else None
+        torch.__future__.set_swap_module_params_on_conversion(is_odd)
+        torch.__future__.set_overwrite_module_params_on_conversion(is_odd)
+        torch.multiprocessing.set_sharing_strategy("file_system" if is_odd else "file_descriptor")
         before = settings()
         group.barrier()
         return before == settings(), torch.ones(1).dtype, torch.are_deterministic_algorithms_enabled()
@@ -38,6 +46,70 @@ def test_each_rank_has_its_settings_of_torch():
     results = echelon.simulate(program, 4).results
     assert results == [(True, torch.float32, False), (True, torch.float64, True)] * 2
     assert settings() == before
+
+
+def test_settings_that_ranks_share_are_as_before_afterwards():
+    def program():
+        torch.backends.mkldnn.enabled = False
+        torch.backends.mkldnn.deterministic = True
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+    before = [setting.get() for setting in SHARED_SETTINGS]
+    echelon.simulate(program, 2)
+    assert [setting.get() for setting in SHARED_SETTINGS] == before
+
+
+def precisions():
+    backends = torch.backends
+    places = (backends, backends.cudnn, backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul)
+    return [place.fp32_precision for place in places]
+
+
+def test_each_rank_has_its_precisions_of_backends():
+    """torch refuses to tell `get_float32_matmul_precision` once a program has set that of a backend."""
+
+    def program(group):
+        if group.rank == 1:
+            torch.backends.fp32_precision = "tf32"
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
+        elif group.rank == 2:
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        before = precisions()
+        group.barrier()
+        told = group.rank != 0 or torch.get_float32_matmul_precision()
+        return told, before == precisions(), before
+
+    before, told = precisions(), torch.get_float32_matmul_precision()
+    (first, same, of_first), *others = echelon.simulate(program, 3).results
+    assert (first, same, of_first) == (told, True, before)
+    assert [rank[:2] for rank in others] == [(True, True)] * 2
+    assert others[0][2][:3] == ["tf32", "tf32", "ieee"]
+    assert others[1][2][-1] == "bf16"
+    assert (precisions(), torch.get_float32_matmul_precision()) == (before, told)
+
+
+def test_each_rank_prints_tensors_by_its_own_options():
+    def program(group):
+        torch.set_printoptions(precision=group.rank + 1)
+        group.barrier()
+        return str(torch.tensor(1 / 3))
+
+    assert echelon.simulate(program, 3).results == ["tensor(0.3)", "tensor(0.33)", "tensor(0.333)"]
+    assert str(torch.tensor(1 / 3)) == "tensor(0.3333)"
+
+
+def test_a_rank_that_caches_parametrized_weights_does_so_for_itself_alone():
+    def program(group):
+        layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+        with parametrize.cached() if group.rank == 0 else nullcontext():
+            group.barrier()
+            first = layer.weight
+            group.barrier()
+            is_cached = layer.weight is first
+            group.barrier()
+        return is_cached
+
+    assert echelon.simulate(program, 2).results == [True, False]
 
 
 def test_a_rank_that_leaves_autocast_drops_no_casts_of_another_one():

@@ -35,6 +35,32 @@ def hooks_of_all_modules() -> dict[str, Any]:
     return {name: value for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
 
 
+def print_options() -> tuple[Any, str]:
+    """Returns the module that has the options of `torch.set_printoptions`, and their private name."""
+    return torch._tensor_str, "PRINT_OPTS"
+
+
+def precision_of(backend: str, operation: str) -> str:
+    """Returns the precision of float32 of a backend, such as that of `torch.backends.cuda.matmul.fp32_precision`.
+
+    The public attributes of some backends read one value and set another one.
+    """
+    found: str = torch._C._get_fp32_precision_getter(backend, operation)
+    return found
+
+
+@contextmanager
+def precisions_set_by(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
+    """Inside, torch sets a precision of float32 by a wrapper of its own function of backend, operation and value."""
+    native: Any = torch._C
+    original = native._set_fp32_precision_setter
+    native._set_fp32_precision_setter = wrap(original)
+    try:
+        yield
+    finally:
+        native._set_fp32_precision_setter = original
+
+
 @contextmanager
 def devices_as_on_gpu() -> Iterator[None]:
     """Inside, torch finds an accelerator, "cuda", and FSDP1 computes on the CPU in its place.

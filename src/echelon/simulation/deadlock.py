@@ -181,8 +181,9 @@ def _advice(cycle: Sequence[Waiting], mispaired: Collection[int]) -> str:
     if len({task.context for task in cycle}) == 1 or not all(task.group for task in cycle):
         if all(task.is_collective for task in cycle):
             return "make all ranks call the collectives in the same order"
-        if in_collective := [task.rank for task in cycle if task.is_collective]:
-            others = [task.rank for task in cycle if not task.is_collective]
+        # A rank whose program waits for its asynchronous collective is listed twice.
+        if in_collective := sorted({task.rank for task in cycle if task.is_collective}):
+            others = sorted({task.rank for task in cycle if not task.is_collective})
             return (
                 f"with {listed(in_collective)} in a collective and {listed(others)} in a message: make all ranks of "
                 "the group call the collective, or pass the message before it"

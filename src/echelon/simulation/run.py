@@ -41,6 +41,7 @@ from echelon.simulation.process.environment import (
 )
 from echelon.simulation.process.library_state import LibraryState, TorchSettings, shared_collections
 from echelon.simulation.process.modules import MainModule
+from echelon.simulation.process.precision import Precisions
 from echelon.simulation.process.random_state import RandomState, on_one_core
 from echelon.simulation.process.state import ProgramWithStates, RankStates, State
 from echelon.simulation.process.torch_distributed import TorchDistributed
@@ -228,6 +229,7 @@ def process_states(torch_distributed: TorchDistributed, seed: int, hosts: Sequen
         Environment(variables),
         Attributes(attributes),
         MainModule(),
+        Precisions(),
         TorchSettings(),
         LibraryState(),
     ]

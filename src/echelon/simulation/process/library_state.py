@@ -9,11 +9,12 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from echelon._torch_private.modules import hooks_of_all_modules
+from echelon._torch_private.modules import hooks_of_all_modules, print_options
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.state import State
 
@@ -23,6 +24,22 @@ class Setting(NamedTuple):
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
+
+
+_Invariants = torch.sparse.check_sparse_tensor_invariants
+
+
+def _matmul_precision() -> str | None:
+    """Returns the precision of matrix products. None if the program has set that of a backend, which torch refuses."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
 
 
 SETTINGS = (
@@ -35,13 +52,36 @@ SETTINGS = (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
-    Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Setting(_matmul_precision, _set_matmul_precision),
     Setting(torch.is_warn_always_enabled, torch.set_warn_always),
     Setting(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     Setting(torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     Setting(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    Setting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    Setting(lambda: torch.backends.cudnn.benchmark, partial(setattr, torch.backends.cudnn, "benchmark")),
+    Setting(lambda: torch.backends.cudnn.deterministic, partial(setattr, torch.backends.cudnn, "deterministic")),
+    Setting(_Invariants.is_enabled, lambda value: _Invariants.enable() if value else _Invariants.disable()),
+    Setting(
+        torch.__future__.get_swap_module_params_on_conversion, torch.__future__.set_swap_module_params_on_conversion
+    ),
+    Setting(
+        torch.__future__.get_overwrite_module_params_on_conversion,
+        torch.__future__.set_overwrite_module_params_on_conversion,
+    ),
+    Setting(torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
 )
 """Settings that ranks would overwrite for each other. Grad mode and autocast belong to threads already."""
+
+SHARED_SETTINGS = (
+    Setting(lambda: torch.backends.mkldnn.enabled, partial(setattr, torch.backends.mkldnn, "enabled")),
+    Setting(lambda: torch.backends.mkldnn.deterministic, partial(setattr, torch.backends.mkldnn, "deterministic")),
+    Setting(lambda: torch.backends.quantized.engine, partial(setattr, torch.backends.quantized, "engine")),
+    Setting(
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory"),
+    ),
+)
+"""Settings that ranks share, and that are as before after a simulation. To read one takes up to 3 us."""
 
 
 class TorchSettings(State):
@@ -49,6 +89,7 @@ class TorchSettings(State):
 
     def __init__(self) -> None:
         self._outside = self.take()
+        self._shared = [setting.get() for setting in SHARED_SETTINGS]
 
     def first(self, rank: int) -> list[Any]:  # noqa: ARG002, D102
         return self._outside
@@ -56,22 +97,31 @@ class TorchSettings(State):
     def take(self) -> list[Any]:  # noqa: D102
         return [setting.get() for setting in SETTINGS]
 
+    def finish(self, states: Sequence[Any]) -> None:  # noqa: ARG002
+        """Sets the settings that ranks have shared as they were."""
+        _set(SHARED_SETTINGS, self._shared)
+
     def put(self, state: Sequence[Any]) -> None:  # noqa: D102
-        for setting, value in zip(SETTINGS, state, strict=True):
-            # Setting deterministic algorithms takes 0.7 ms, and reading them 0.3 us.
-            if setting.get() != value:
-                setting.set(value)
+        _set(SETTINGS, state)
+
+
+def _set(settings: Sequence[Setting], values: Sequence[Any]) -> None:
+    for setting, value in zip(settings, values, strict=True):
+        # Setting deterministic algorithms takes 0.7 ms, and reading them 0.3 us.
+        if setting.get() != value:
+            setting.set(value)
 
 
 def shared_collections() -> list[Attribute]:
-    """Returns lists and dicts of the process that programs change, of which each rank begins with a copy."""
+    """Returns lists and other objects of the process that programs change, of which each rank begins with a copy."""
 
     def of(owner: Any, name: str) -> Attribute:
         outside = getattr(owner, name)
         return Attribute(owner, name, lambda _: copy.copy(outside))
 
     hooks = hooks_of_all_modules()
-    return [of(sys, "argv"), of(warnings, "filters"), *(of(torch.nn.modules.module, name) for name in hooks)]
+    found = [of(torch.nn.modules.module, name) for name in hooks]
+    return [of(sys, "argv"), of(warnings, "filters"), of(*print_options()), *found]
 
 
 class LibraryAttribute(NamedTuple):
@@ -132,7 +182,10 @@ LIBRARY_ATTRIBUTES = (
         LibraryAttribute("torch.distributed.checkpoint.planner", f"SavePlanner.{name}", dict)
         for name in _CACHES_OF_PLANNERS
     ),
+    LibraryAttribute("torch.nn.utils.parametrize", "_cache_enabled", int),
+    LibraryAttribute("torch.nn.utils.parametrize", "_cache", dict),
     LibraryAttribute("torch.utils._device", "CURRENT_DEVICE", _NOTHING),
+    LibraryAttribute("torch.utils.checkpoint", "_enable_checkpoint_early_stop", _NOTHING),
     LibraryAttribute("lightning_utilities.core.rank_zero", "rank_zero_only.rank", _rank),
     LibraryAttribute("accelerate.state", "PartialState._shared_state", dict),
     LibraryAttribute("accelerate.state", "AcceleratorState._shared_state", dict),
