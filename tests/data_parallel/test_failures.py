@@ -154,8 +154,10 @@ def bad_arguments(group):
     return repr(model).splitlines()[1].strip()
 
 
-def test_bad_arguments_are_refused(run):
-    assert run(bad_arguments, 2) == [f"rank {rank} of 2, 1 buckets of gradients" for rank in range(2)]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_arguments_are_refused(run, world_size):
+    ranks = range(world_size)
+    assert run(bad_arguments, world_size) == [f"rank {each} of {world_size}, 1 buckets of gradients" for each in ranks]
 
 
 def different_switch(group):

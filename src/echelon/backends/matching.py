@@ -67,6 +67,7 @@ class Unclaimed:
         """Returns the source of the next message for a receive from any rank, in turns. ANY if no message is there."""
         waiting = sorted(src for src in receive.sources if (src, receive.tag) in self.messages)
         if not waiting:
+            # Else each tag that was ever received from any rank would keep an entry.
             self._served.pop(receive.tag, None)
             return ANY
         last = self._served.get(receive.tag, ANY)
@@ -167,6 +168,7 @@ class Mailbox:
         if self._num_from_any:
             own = self.posted.get(key)
             for from_any in self.posted.get((ANY, tag), ()):
+                # Receives get their messages in the order of their calls.
                 if own and own[0].number < from_any.number:
                     break
                 if src in from_any.sources:
@@ -235,6 +237,7 @@ class Mailbox:
             if error is not None:
                 receive.work.complete(error=error)
                 return
+            # `refusal` gives up a place that need not fit.
             if receive.out is not None:
                 copy_from(address, receive.out)
                 receive.complete(receive.out, src, note)

@@ -106,6 +106,7 @@ def broadcast_tensors(
     Raises:
         UnsupportedOp, InvalidRank, CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.broadcast`.
     """
+    # The broadcast refuses another `src`.
     if group.world_size == 1 and src == 0:
         return
     with torch.no_grad():
@@ -167,6 +168,7 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 def _in_buckets(tensors: Sequence[torch.Tensor], bucket_mb: float) -> list[list[torch.Tensor]]:
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    # No small first bucket: there is no backward to overlap with.
     layout = bucket_layout(sizes, [kind_of(tensor) for tensor in tensors], bucket_mb, first_bucket_mb=bucket_mb)
     return [[tensors[member] for member in bucket.members] for bucket in layout.buckets]
 

@@ -65,8 +65,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     - `print`, on one rank
 
     Collectives and messages raise PeerFailed if a rank has gone, DeadlockError if ranks wait for each other, Timeout,
-    and Closed after `close`. They raise InvalidRank for a rank outside of the group, and UnsupportedOp for a tensor that
-    the backend cannot move. Collectives raise CollectiveMismatch if ranks call different ones.
+    and Closed after `close`. They raise InvalidRank for a rank outside of the group, and UnsupportedOp for a tensor
+    that the backend cannot move. Collectives raise CollectiveMismatch if ranks call different ones.
     """
 
     def __init__(

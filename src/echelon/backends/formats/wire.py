@@ -116,7 +116,8 @@ class FrameKind(IntEnum):
     """Progress of the sender, in `step`. Context and sequence are the question's; the note has details."""
     TALLY = 7
     """Sent before CLOSE. The sender's last collective in `context` is number `sequence`, with signature `step`; the
-    note names it, and has the lines of the calls before it. For context 0: the sender has received `sequence` messages from the receiver."""
+    note names it, and has the lines of the calls before it. For context 0: the sender has received `sequence` messages
+    from the receiver."""
 
 
 class Frame(NamedTuple):

@@ -138,6 +138,7 @@ class TcpBackend(Backend):
         self._has_cores = hosts.count(hosts[rank]) <= len(os.sched_getaffinity(0))
         lanes = ThreadLanes(f"echelon rank {rank}", timeout)
         recorder, mailbox, poller = FlightRecorder(), Mailbox(), Poller()
+        # Lambdas, since `peers` and `control` are made from it.
         self._progress = progress = Progress(
             rank, poller, lambda: peers.is_busy(), self._may_spin, lambda: control.closed_error()
         )

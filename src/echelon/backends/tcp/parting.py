@@ -170,6 +170,7 @@ def _pack(text: str, calls: Sequence[OperationRecord]) -> str:
     for call in calls:
         line = line_of(call.place)
         is_next = call.sequence == calls[0].sequence - len(letters)
+        # A letter. A new line also takes its text, and the line break before it.
         needed = 1 if line in lines else 2 + len(line.encode(errors="backslashreplace"))
         if (
             not is_next
@@ -186,6 +187,7 @@ def _pack(text: str, calls: Sequence[OperationRecord]) -> str:
 
 def _unpack(tally: wire.Frame) -> tuple[str, dict[int, str]]:
     """Returns the text of a frame, and the lines of the calls by their numbers."""
+    # A note without lines has no letters either.
     text, letters, *lines = [*tally.note.split("\n"), ""]
     named = dict(zip(_NAMES, lines, strict=False))
     return text, {tally.sequence - back: named[letter] for back, letter in enumerate(letters) if letter in named}

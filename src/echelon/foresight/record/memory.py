@@ -123,6 +123,7 @@ class Memory:
                     self._log.kinds[self.number(local)] = kind
 
     def _allocate(self, number: int, num_bytes: int) -> None:
+        # PyTorch's allocator gives no block for 0 bytes.
         if num_bytes:
             log = self._log
             self.append(Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module(), log.stream))

@@ -30,6 +30,7 @@ def schedule_greedily(problem: Problem, warm_ups: Sequence[Sequence[int]]) -> Fi
     greedy = _Greedy(problem)
     if not greedy.warm_up(warm_ups):
         return None
+    # F and I only: the filler places W between them.
     left = 2 * problem.num_stages * problem.num_microbatches - sum(map(len, warm_ups))
     while left:
         done = greedy.backwards() + greedy.forwards()
