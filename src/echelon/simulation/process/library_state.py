@@ -26,7 +26,9 @@ class Setting(NamedTuple):
     set: Callable[[Any], object]
 
 
-_Invariants = torch.sparse.check_sparse_tensor_invariants
+_Invariants: Any = torch.sparse.check_sparse_tensor_invariants
+# Its settings are made by a class that has no types.
+_deterministic: Any = torch.utils.deterministic
 
 
 def _matmul_precision() -> str | None:
@@ -77,8 +79,8 @@ SHARED_SETTINGS = (
     Setting(lambda: torch.backends.mkldnn.deterministic, partial(setattr, torch.backends.mkldnn, "deterministic")),
     Setting(lambda: torch.backends.quantized.engine, partial(setattr, torch.backends.quantized, "engine")),
     Setting(
-        lambda: torch.utils.deterministic.fill_uninitialized_memory,
-        partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory"),
+        lambda: _deterministic.fill_uninitialized_memory,
+        partial(setattr, _deterministic, "fill_uninitialized_memory"),
     ),
 )
 """Settings that ranks share, and that are as before after a simulation. To read one takes up to 3 us."""

@@ -95,13 +95,12 @@ class _MT19937(np.random.MT19937):
     hides_words = False
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Any:
         """State of the generator, or none of it."""
-        name = "MT19937"
-        return {"bit_generator": name, "state": {}} if self.hides_words else super().state  # type: ignore[misc]
+        return {"bit_generator": "MT19937", "state": {}} if self.hides_words else super().state
 
     @state.setter
-    def state(self, value: dict[str, Any]) -> None:
+    def state(self, value: Any) -> None:
         if not self.hides_words:
             np.random.MT19937.state.__set__(self, value)  # type: ignore[attr-defined]
 

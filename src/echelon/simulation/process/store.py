@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 from torch.distributed import DistStoreError, QueueEmptyError
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined] # public, by its docs
@@ -144,7 +144,7 @@ class SimulatedStore(TorchStore):
         self, is_true: Callable[[], bool], what: str, keys: Sequence[str], timeout: timedelta | None = None
     ) -> None:
         if timeout is None and self.timeout != self._opened_with:
-            timeout = self.timeout
+            timeout = cast("timedelta", self.timeout)
         limit = None if timeout is None or timeout >= DEFAULT_TIMEOUT else timeout.total_seconds()
         try:
             self._patience.until(is_true, what, limit)
