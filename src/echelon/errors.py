@@ -247,7 +247,7 @@ def failure_of(error: BaseException, rank: int) -> PeerFailed:
 
     A rank that timed out has not failed. If it waited for one rank only, that rank is the cause.
     """
-    reason = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {message_of(error)}"
     # With several, or none, nobody knows which of them is late.
     if isinstance(error, Timeout) and len(error.ranks) == 1:
         return PeerFailed(error.ranks[0], f"it kept rank {rank} waiting, which gave up: {error}")
@@ -280,10 +280,18 @@ def reason_of(error: BaseException) -> str:
     return f"it {describe_exit_of(error.code)}" if isinstance(error, SystemExit) else summarize(error)
 
 
+def message_of(error: BaseException) -> str:
+    """Returns the message of an exception. Of one that has none, since its `__str__` fails, a text that says so."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as in Python's own tracebacks
+
+
 def summarize(error: BaseException) -> str:
     """Returns in one line the type of an exception and the beginning of its message."""
     # The further lines of Echelon's own errors are lists and pictures.
-    message = str(error).partition("\n")[0] if isinstance(error, EchelonError) else one_line(str(error))
+    message = str(error).partition("\n")[0] if isinstance(error, EchelonError) else one_line(message_of(error))
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

@@ -280,6 +280,56 @@ def test_an_exception_is_shown_with_the_traceback_of_the_script(simulate, write)
     ]
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("KeyboardInterrupt", "KeyboardInterrupt"),
+        ("Own('no')", "Own: no"),
+        ("Mute()", "Mute: <exception str() failed>"),
+    ],
+)
+def test_an_exception_of_any_kind_is_that_of_the_rank(simulate, write, error, told):
+    script = write(
+        START
+        + textwrap.dedent(
+            f"""
+            class Own(BaseException): ...
+            class Mute(Exception):
+                def __str__(self): raise RuntimeError
+            if rank == 1:
+                raise {error}
+            dist.barrier()
+            """
+        )
+    )
+    ended = simulate("-n", 2, script)
+    assert ended.status == 1
+    assert f"echelon: rank 1 raised {told} (script.py:11)\n[1] Traceback" in ended.err
+
+
+def test_the_programs_excepthook_is_called(simulate, write):
+    script = write(START + "sys.excepthook = lambda *error: print('hook', error[1])\nraise ValueError(f'of {rank}')")
+    ended = simulate("-n", 2, script)
+    assert sorted(ended.out.splitlines()) == ["[0] hook of 0", "[1] hook of 1"]
+    assert "rank 0 raised ValueError: of 0 (script.py:7)" in ended.err
+
+
+def test_an_error_at_the_exit_is_shown_as_python_shows_it(simulate, write):
+    script = write("import atexit\ndef f(): raise ValueError('late')\natexit.register(f)")
+    ended = simulate("-n", 1, script)
+    first, second, line, *_, last = ended.err.replace("[0] ", "").splitlines()[:-1]
+    assert first.startswith("Exception ignored in atexit callback: <function f at ")
+    assert second.startswith("Traceback")
+    assert "script.py" in line
+    assert last == "ValueError: late"
+    assert ended.status == 0
+
+
+def test_a_rank_closes_its_stream_for_itself(simulate, write):
+    script = write(START + "if rank == 0: sys.stdout.close()\ndist.barrier()\nif rank == 1: print('open')")
+    assert simulate("-n", 2, script).out == "[1] open\n"
+
+
 def test_a_mistake_in_the_source_is_shown_as_python_shows_it(simulate, write):
     ended = simulate("-n", 1, write("print('x'"))
     assert ended.status == 1

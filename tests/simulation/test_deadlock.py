@@ -476,3 +476,17 @@ def send_to_a_killed_rank():
 def test_a_send_of_torch_ends_when_its_receiver_is_killed():
     run = echelon.simulate(send_to_a_killed_rank, 2, faults=[echelon.Kill(1, at=1.0)])
     assert run.results[0] == "told"
+
+
+def waits_for_its_collective_while_the_other_receives():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+    dist.recv(torch.ones(2), 0)
+
+
+def test_a_rank_that_waits_for_its_own_collective_is_named_once():
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(waits_for_its_collective_while_the_other_receives, 2)
+    assert "with rank 0 in a collective and rank 1 in a message" in str(caught.value)  # not "ranks 0 and 0"

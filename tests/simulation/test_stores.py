@@ -35,7 +35,8 @@ def test_a_store_has_the_keys_of_the_program_alone():
         store.set("workers", "none")
         return num_keys, store.get("workers")
 
-    assert {keys for _, keys in echelon.simulate(program, 2).results} == {b"none"}
+    # torch counts one key of its own. The other rank may have set its key already.
+    assert set(echelon.simulate(program, 2).results) == {(1, b"none"), (2, b"none")}
 
 
 def test_a_timeout_that_the_program_has_set_ends_its_waits():

@@ -18,7 +18,7 @@ import torch
 from echelon.arguments import check_default_timeout, check_world_size, is_count
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
-from echelon.errors import DeadlockError, EchelonError, LaunchError, PeerFailed, fails
+from echelon.errors import DeadlockError, EchelonError, LaunchError, PeerFailed, fails, message_of
 from echelon.group.group import ProcessGroup
 from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
@@ -340,7 +340,7 @@ class _Run:
         if isinstance(error, EchelonError):
             return None
         failures = self._world.mailboxes[rank].failures.contexts.values()
-        found = next((failure for failure in failures if str(failure) in str(error)), None)
+        found = next((failure for failure in failures if str(failure) in message_of(error)), None)
         if found is not None:
             found.__cause__ = error
         return found

@@ -93,10 +93,13 @@ class ProcessCalls:
         """Calls the functions that a rank has registered with `atexit`, the last one first."""
         calls = self._exit_calls[rank]
         while calls:
+            call = calls.pop()
             try:
-                calls.pop()()
-            except Exception:
-                traceback.print_exc()
+                call()
+            except Exception as error:
+                trace = error.__traceback__
+                print(f"Exception ignored in atexit callback: {call.func!r}", file=sys.stderr)  # as Python does
+                traceback.print_exception(error.with_traceback(trace and trace.tb_next))
 
     def needs_cuda(self, rank: int, error: BaseException) -> UnsupportedOp | None:
         """Returns the error for one that a rank raised for want of a GPU. None for others."""

@@ -44,6 +44,8 @@ Queues: TypeAlias = dict[str, deque[bytes]]
 
 FOREVER = threading.TIMEOUT_MAX
 """Seconds."""
+WORKERS = "init/"
+"""Key of torch's own, by which ranks wait for each other as they open a store. `num_keys` counts it."""
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 """Timeout of torch's stores. A wait for this long is one for ever: nobody chose the time."""
 
@@ -179,7 +181,7 @@ class SimulatedStore(TorchStore):
         return SimulatedStore(self._contents, self._queues, self._patience, self._opened_with, **self._attributes)
 
     def list_keys(self) -> list[str]:  # noqa: D102
-        return list(self._contents)
+        return [key for key in self._contents if key != WORKERS]
 
     # Names under which torch's C++ calls these three.
     deleteKey = delete_key  # noqa: N815

@@ -39,7 +39,7 @@ from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.pools import pools_in_lanes
 from echelon.simulation.process.profiler import one_session_at_a_time
 from echelon.simulation.process.sharding import SharedShardings
-from echelon.simulation.process.store import DEFAULT_TIMEOUT, FOREVER, Contents, Queues, SimulatedStore
+from echelon.simulation.process.store import DEFAULT_TIMEOUT, FOREVER, WORKERS, Contents, Queues, SimulatedStore
 from echelon.wording import listed
 
 if TYPE_CHECKING:
@@ -89,8 +89,6 @@ class TorchDistributed:
         self._num_served: defaultdict[int, int] = defaultdict(int)
         """Number of the last store that a rank serves, by port."""
         self._num_chosen_ports = 0
-        self._num_workers: defaultdict[object, int] = defaultdict(int)
-        """Number of ranks that have opened a store, by its key in `_contents`."""
         self._waiting: list[StoreWait] = []
         # torch's C++ keeps only its own half of a store, which calls methods of this one.
         self._stores: list[SimulatedStore] = []
@@ -270,10 +268,9 @@ class TorchDistributed:
         opened = port, number
         store = self._store(opened, timeout, host=host_name, port=port, libuvBackend=True)
         if world_size is not None and waits and self._backend is None:
-            self._num_workers[opened] += 1
-            self.changed()
+            store.add(WORKERS, 1)
             what = f"TCPStore({host_name!r}, {port}), which {world_size} ranks must open"
-            self.until(lambda: self._num_workers[opened] >= world_size, what, None)
+            self.until(lambda: int(self._contents[opened][WORKERS]) >= world_size, what, None)
         return store
 
     def _free_port(self) -> int:
@@ -281,7 +278,9 @@ class TorchDistributed:
         return _FIRST_PORT + self._num_chosen_ports
 
     def _file_store(self, file_name: str, world_size: int = -1) -> SimulatedStore:  # noqa: ARG002
-        return self._store(("file", str(file_name)), path=str(file_name))
+        store = self._store(("file", str(file_name)), path=str(file_name))
+        store.add(WORKERS, 1)
+        return store
 
     def _store(self, key: object, timeout: timedelta = DEFAULT_TIMEOUT, **attributes: object) -> SimulatedStore:
         store = SimulatedStore(self._contents[key], self._queues[key], self, timeout, **attributes)

@@ -31,7 +31,7 @@ class RankOutput:
         before = sys.stdout, sys.stderr
         files = [
             # write_through: each print reaches the stream at once, which writes whole lines only.
-            io.TextIOWrapper(cast("IO[bytes]", stream), original.encoding, original.errors, write_through=True)
+            _Text(cast("IO[bytes]", stream), original.encoding, original.errors, write_through=True)
             for stream, original in zip(self._streams, before, strict=True)
         ]
         sys.stdout, sys.stderr = files
@@ -55,6 +55,13 @@ def pass_on(stream: TextIO, data: bytes) -> None:
         target.pass_on(data)
     else:
         stream.write(data.decode(errors="replace"))
+
+
+class _Text(io.TextIOWrapper):
+    """Stream that a rank does not close for the others."""
+
+    def close(self) -> None:
+        self.flush()
 
 
 class _MarkedBytes(io.BufferedIOBase):

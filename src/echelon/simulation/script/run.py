@@ -54,8 +54,9 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
     try:
         with script.installed():
             simulation = simulate(script, world_size, **options)
-    except Exception as error:
-        if not script.has_begun:
+    except BaseException as error:
+        is_of_rank = any(error is each for each in script.errors.values())  # such as a KeyboardInterrupt that it raised
+        if not script.has_begun or not (is_of_rank or isinstance(error, Exception)):
             raise
         return Outcome(None, failure_of(error, script))
     return Outcome(simulation)

@@ -7,12 +7,14 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from echelon.call_site import is_foreign
 from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch.run import Console, Program
@@ -80,9 +82,21 @@ class Script(ProgramWithStates):
             except BaseException as error:
                 if fails(error):
                     self.errors[group.rank] = error
+                    self._call_hook(error)
                 raise
             finally:
                 self._output.finish(group.rank)
+
+    def _call_hook(self, error: BaseException) -> None:
+        """Calls the `sys.excepthook` that the program itself has set. The error is reported all the same."""
+        code = getattr(sys.excepthook, "__code__", None)
+        # torch sets one that marks lines with the rank.
+        if isinstance(error, SystemExit) or code is None or is_foreign(code.co_filename):
+            return
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except Exception:
+            traceback.print_exc()
 
     def _run(self) -> None:
         # A list of its own for each rank, which its program may change.
