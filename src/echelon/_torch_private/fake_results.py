@@ -7,7 +7,7 @@ operations of a training step are repeated by the next block. Their results are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,9 +19,6 @@ _VALUES = frozenset(
 """Types of arguments that are equal only if they mean the same."""
 _DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _NEW = -1
-
-Compute: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-"""Function that calls an operator with its arguments."""
 
 
 class _Unsure(Exception):
@@ -55,28 +52,22 @@ class _Result(NamedTuple):
 class FakeResults:
     """Results of operators so far, by the operator and the form of its arguments."""
 
-    def __init__(self, compute: Compute = lambda func, args, kwargs: func(*args, **kwargs)) -> None:
-        """Makes an empty memory.
-
-        Args:
-            compute: calls an operator, whose result FakeTensorMode computes.
-        """
-        self._compute = compute
+    def __init__(self) -> None:
         self._known: dict[Hashable, _Result | None] = {}
         """None: the result cannot be made again."""
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of an operator: a new one, of the same form as FakeTensorMode's."""
         if not _is_repeatable(func):
-            return self._compute(func, args, kwargs)
+            return func(*args, **kwargs)
         inputs: list[FakeTensor] = []
         try:
             key = _key(func, args, kwargs, inputs)
         except _Unsure:
-            return self._compute(func, args, kwargs)
+            return func(*args, **kwargs)
         if (result := self._known.get(key)) is not None:
             return _made(result, inputs)
-        out = self._compute(func, args, kwargs)
+        out = func(*args, **kwargs)
         if key not in self._known:
             try:
                 result = _result(out, inputs)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.nn.parallel import DistributedDataParallel
 
-from echelon._torch_private.tensors import FakeTensor, local_part
+from echelon._torch_private.tensors import FakeTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,21 +63,41 @@ def precisions_set_by(wrap: Callable[[Callable[..., None]], Callable[..., None]]
 
 @contextmanager
 def devices_as_on_gpu() -> Iterator[None]:
-    """Inside, torch finds an accelerator, "cuda", by a private function."""
-    find = torch._C._get_accelerator
+    """Inside, torch finds an accelerator, "cuda", and FSDP1 computes on the CPU in its place.
+
+    Both are found by private functions. FSDP1 compares the device that it has found with that of its tensors.
+    """
+    init: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
+    find, find_accelerator = init._get_compute_device, torch._C._get_accelerator
+
+    def compute_device(*args: Any, **kwargs: Any) -> torch.device:
+        device: torch.device = find(*args, **kwargs)
+        return torch.device("cpu") if device.type == "cuda" else device
+
+    init._get_compute_device = compute_device
     torch._C._get_accelerator = lambda *_: torch.device("cuda")
     try:
         yield
     finally:
-        torch._C._get_accelerator = find
+        init._get_compute_device, torch._C._get_accelerator = find, find_accelerator
+
+
+@contextmanager
+def ddp_of_sync_batch_norm() -> Iterator[None]:
+    """Inside, torch's DDP takes a SyncBatchNorm on the CPU, which its constructor refuses by a private method."""
+    original = DistributedDataParallel._passing_sync_batchnorm_handle
+    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DistributedDataParallel._passing_sync_batchnorm_handle = original  # type: ignore[method-assign]
 
 
 @contextmanager
 def optimizers_as_on_gpu() -> Iterator[None]:
     """Inside, optimizers and gradient clipping handle many parameters at once by default, as for tensors of a GPU.
 
-    torch asks private functions which devices and types of tensors can be handled so. A private function in C++ groups
-    them, without a look at the devices that they say in Python.
+    torch asks private functions which devices and types of tensors can be handled so.
     """
     name = "_get_foreach_kernels_supported_devices"
     optimizers: Any = importlib.import_module("torch.optim.optimizer")  # no attribute of its package
@@ -86,27 +106,12 @@ def optimizers_as_on_gpu() -> Iterator[None]:
     for module in modules:
         setattr(module, name, lambda: [*original(), "cpu"])
     types.append(FakeTensor)
-    group = torch._C._group_tensors_by_device_and_dtype
-    torch._C._group_tensors_by_device_and_dtype = partial(_grouped_by_device, group)
     try:
         yield
     finally:
-        torch._C._group_tensors_by_device_and_dtype = group
         types.remove(FakeTensor)
         for module in modules:
             setattr(module, name, original)
-
-
-def _grouped_by_device(group: Callable[..., Any], lists: Any, with_indices: bool = False) -> dict[Any, Any]:
-    """Groups tensors, and lists parallel to them, by the device that each tensor of the first list says."""
-    found = {}
-    for (_, dtype), (parts, indices) in group(lists, with_indices).items():
-        devices = [local_part(each).device for each in parts[0]]
-        for device in dict.fromkeys(devices):
-            chosen = [position for position, each in enumerate(devices) if each == device]
-            own = [[part[position] for position in chosen] if part else part for part in parts]
-            found[device, dtype] = own, [indices[position] for position in chosen] if indices else indices
-    return found
 
 
 @contextmanager

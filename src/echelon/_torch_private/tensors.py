@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._functorch import peek_interpreter_stack
-from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.overrides import _get_current_function_mode_stack
@@ -18,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Names of torch that are only re-exported.
-__all__ = ["FakeTensor", "HigherOrderOperator", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["FakeTensor", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 # FakeTensor: tensor with a shape, a dtype and a device, but no data.
-# HigherOrderOperator: operator whose arguments are functions or other operators.
 # tree_...: torch.export flattens inputs and outputs with them. Libraries register their own containers there.
 
 # Without a frame of Python each, because every small operation asks: the depth of the stack of dispatch modes; and the
@@ -149,7 +147,6 @@ class OperatorFacts(NamedTuple):
     writes: tuple[int | str, ...]
     """Arguments that it changes: their positions, or names of arguments that have to be named."""
     may_return_view: bool
-    takes_device: bool
 
 
 def facts_of(operator: Any) -> OperatorFacts:
@@ -162,8 +159,7 @@ def facts_of(operator: Any) -> OperatorFacts:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     may_return_view = any(each.alias_info is not None for each in schema.returns)
-    takes_device = any("Device" in str(each.type) for each in schema.arguments)
-    return OperatorFacts(namespace, name, writes, may_return_view, takes_device)
+    return OperatorFacts(namespace, name, writes, may_return_view)
 
 
 def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:

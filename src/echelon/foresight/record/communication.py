@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -106,27 +105,12 @@ class RecordedGroup(EchelonProcessGroup):
         name = "" if description in ("undefined", "default_pg", "mesh_default") else description.removeprefix("mesh_")
         return Group(self.ranks, name, self._number)
 
-    # Devices. All recorded tensors are on the CPU for the C++ of torch, which gives this group their calls.
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [_CPU, torch.device("cuda")]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return super()._get_backend(_cpu_for(device))
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        super()._start_coalescing(_cpu_for(device))
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return super()._end_coalescing(_cpu_for(device))
-
     def record_collective(
         self, recording: Recording, form: _Form, args: Sequence[Any], options: Mapping[str, Any]
     ) -> RecordedWork:
         """Records a collective of fake tensors and returns its Work."""
         outputs, inputs, opts = _arguments(form, args, options)
-        self.check_place(recording, (*inputs, *outputs))
+        self._check_place(recording, (*inputs, *outputs))
         # The whole array is the output of an all-gather, and the input of a reduce-scatter.
         num_bytes = max(_num_bytes(outputs), _num_bytes(inputs))
         if form.kind in ("gather", "scatter"):
@@ -182,8 +166,7 @@ class RecordedGroup(EchelonProcessGroup):
                 with real_tensors():
                     set_known_value(tensor, value * len(self.ranks))
 
-    def check_place(self, recording: Recording, tensors: Sequence[Tensor]) -> None:
-        """Checks and notes the device of tensors that are communicated, if the backend takes tensors of GPUs alone."""
+    def _check_place(self, recording: Recording, tensors: Sequence[Tensor]) -> None:
         if self.takes_gpu_only and recording.placement is not None:
             recording.placement.check_group(tensors, self.takes_gpu_only)
             recording.placement.written(tensors)
@@ -241,7 +224,7 @@ class RecordedGroup(EchelonProcessGroup):
         """Records a send or a receive of a fake tensor and returns its Work."""
         log = recording.log
         recording.memory.number(tensor)
-        self.check_place(recording, (tensor,))
+        self._check_place(recording, (tensor,))
         if not is_send:
             # Its former values are overwritten.
             recording.routing.drop([tensor])
@@ -254,14 +237,6 @@ class RecordedGroup(EchelonProcessGroup):
     def _keep(self, work: RecordedWork) -> RecordedWork:
         self._kept.append(work)
         return work
-
-
-_CPU = torch.device("cpu")
-
-
-def _cpu_for(device: torch.device) -> torch.device:
-    """Returns the CPU for a GPU."""
-    return _CPU if device.type == "cuda" else device
 
 
 class _Arguments(NamedTuple):
@@ -358,7 +333,7 @@ def functional_collective(
         if number is not None:
             with log.call("wait"):
                 log.entries.append(Wait(log.stream, number, log.place()))
-        return args[0]  # as on a GPU, where FakeTensorMode would make another one
+        return results.run(func, args, kwargs)
     base = name.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
     with log.call(_KINDS.get(base, base)):
         out = results.run(func, args, kwargs)
@@ -378,7 +353,6 @@ def functional_collective(
             root=group.ranks[args[1]] if base == "broadcast" else -1,
             blocking=base == "shard_dim_alltoall",
         )
-        group.check_place(recording, (*inputs, *outputs))
         recording.routing.communicated(_with_op(entry), inputs, outputs, group.rank(), len(group.ranks))
         log.pending.update((memory.number(each), entry.number) for each in outputs)
         return out

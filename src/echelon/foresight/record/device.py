@@ -22,8 +22,6 @@ from echelon.foresight.trace import HostWait
 from echelon.wording import counted
 
 _CUDA = "cuda"
-_GOALS = (str, torch.device, Tensor)
-"""Types of arguments that name the goal of a move."""
 
 
 def mapped(value: Any) -> Any:
@@ -34,20 +32,12 @@ def mapped(value: Any) -> Any:
     """
     if not is_gpu(value):
         return value
-    if isinstance(value, str):
-        check_gpu(torch.device(value).index)
-        return "cpu"
-    check_gpu(value.index, is_chosen=False)
-    return torch.device("cpu")
+    check_gpu(torch.device(value).index)
+    return "cpu" if isinstance(value, str) else torch.device("cpu")
 
 
-def check_gpu(index: int | None, is_chosen: bool = True) -> None:
-    """Raises RuntimeError, as CUDA does, if the rank's host has no GPU of this number.
-
-    Args:
-        index: number of the GPU. None: the current one.
-        is_chosen: whether the program gives this number. Otherwise it may be that of a tensor.
-    """
+def check_gpu(index: int | None) -> None:
+    """Raises RuntimeError, as CUDA does, if the rank's host has no GPU of this number."""
     if index is None or (recording := recording_here()) is None:
         return
     if not 0 <= index < recording.log.num_gpus:
@@ -55,13 +45,7 @@ def check_gpu(index: int | None, is_chosen: bool = True) -> None:
             f"cuda:{index} is no GPU: each host has {counted(recording.log.num_gpus, 'GPU')}, from cuda:0 on; a rank's "
             "own is cuda:LOCAL_RANK"
         )
-    recording.log.has_chosen_gpu |= is_chosen
-
-
-def _gpu(index: int) -> torch.device:
-    """Returns the GPU of this number."""
-    check_gpu(index)
-    return torch.device(_CUDA, index)
+    recording.log.has_chosen_gpu = True
 
 
 class OnHost(TorchFunctionMode):
@@ -82,12 +66,10 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # half of all calls
-            return _device_of(func, args[0]) if func.__self__ in _OF_DEVICE else func(*args)
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         if type(kwargs.get("device")) is int:
-            kwargs = {**kwargs, "device": _gpu(kwargs["device"])}
+            kwargs = {**kwargs, "device": torch.device(_CUDA, kwargs["device"])}
         elif kwargs.get("device") is None and (default := default_device_of(func)) is not None:
             kwargs = {**kwargs, "device": default}  # torch itself would add it below this mode
         if (read := _READS.get(name)) is not None and isinstance(args[0], FakeTensor):
@@ -95,7 +77,7 @@ class OnDevice(TorchFunctionMode):
         if (special := _SPECIAL.get(name)) is not None:
             return special(func, args, kwargs)
         if name == "to" and len(args) > 1 and type(args[1]) is int:
-            args = (args[0], _gpu(args[1]), *args[2:])
+            args = (args[0], torch.device(_CUDA, args[1]), *args[2:])
         given = (args, kwargs)
         # Fast path: few calls have a device among their arguments.
         for each in args:
@@ -118,27 +100,6 @@ class OnDevice(TorchFunctionMode):
         return out
 
 
-def _device_of(func: Any, tensor: Any) -> Any:
-    """Returns an attribute of a tensor that depends on its device: that of the fake tensor inside, as of a DTensor."""
-    inner = _inside(tensor)
-    return func(tensor) if inner is None else getattr(inner, func.__self__.__name__)
-
-
-def _inside(tensor: Any) -> FakeTensor | None:
-    """Returns the fake tensor inside of a tensor that wraps others. None if there is none."""
-    if isinstance(tensor, FakeTensor):
-        return tensor
-    # Wrappers that torch can compile name the tensors inside.
-    for name in tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ():
-        if (inner := _inside(getattr(tensor, name))) is not None:
-            return inner
-    return None
-
-
-_OF_DEVICE = frozenset(getattr(Tensor, name) for name in ("device", "is_cuda", "is_cpu"))
-"""Attributes of a tensor that depend on its device."""
-
-
 def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """Notes the device of a tensor that a function of torch has made or moved. Returns the tensor."""
     recording = recording_here()
@@ -146,48 +107,45 @@ def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         return out
     device = kwargs.get("device")
     if name in MOVES:
-        if name in ("cpu", "cuda"):
-            goals: list[Any] = [name]
-        else:  # empty if the dtype alone changes
-            goals = [each for each in (device, *args[1:], *kwargs.values()) if isinstance(each, _GOALS)]
-        return placement.moved(args[0], out, getattr(goals[0], "device", goals[0])) if goals else out
-    # A tensor among the arguments decides the device, as `out=` does.
-    if device is not None or not any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
-        # Frames between: this function and the mode. Functions of torch in C have none.
-        placement.made(out, device, depth=3)
+        goals = [each for each in (*args[1:], device) if isinstance(each, str | torch.device | Tensor)]
+        if goals or name == "cpu":  # not if the dtype alone changes
+            return placement.moved(args[0], out, to_gpu=any(map(is_gpu, goals)))
+    elif device is None:
+        # A tensor among the arguments decides the device, as `out=` does.
+        if name in FACTORIES and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
+            # Frames between: this function and the mode. Functions of torch in C have none.
+            placement.made(out, on_gpu=False, depth=3)
+    elif is_gpu(device):
+        placement.made(out, on_gpu=True)
     return out
 
 
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the device that the program asked for. A number is the index of a GPU."""
     if len(args) == 1 and isinstance(args[0], int) and not kwargs:
-        args = (_CUDA, args[0])
-    device = func(*args, **kwargs)
-    if device.type == _CUDA and device.index is not None and (recording := recording_here()) is not None:
-        recording.log.has_chosen_gpu = True
-    return device
+        check_gpu(args[0])
+        return func(_CUDA, args[0])
+    return func(*args, **kwargs)
 
 
 def _parsed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the device to which a module is moved as it is: its tensors are moved one by one then."""
     if args and type(args[0]) is int:
-        args = (_gpu(args[0]), *args[1:])
+        args = (torch.device(_CUDA, args[0]), *args[1:])
     for each in (*args, *kwargs.values()):
         mapped(each)
     return func(*args, **kwargs)
 
 
 def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
-    """Returns the tensor on the GPU: for the C++ of torch the same, unless it is on the host."""
-    device: Any = _CUDA
+    """Returns the tensor on the GPU: for torch the same, unless it is known to stay on the host."""
     for each in (*args[1:], *kwargs.values()):
         if isinstance(each, int) and not isinstance(each, bool):
-            device = _gpu(each)
-        elif is_gpu(each):
-            device = each
-    mapped(device)
+            check_gpu(each)
+        else:
+            mapped(each)
     if (recording := recording_here()) is not None and recording.placement is not None:
-        return recording.placement.moved(args[0], args[0], device)
+        return recording.placement.moved(args[0], args[0], to_gpu=True)
     return args[0]
 
 

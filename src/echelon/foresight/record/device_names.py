@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from echelon._torch_private.autograd import backward_with
 from echelon._torch_private.distributed import all_gather_into, batches_noted, ddp_checks_by, objects_packed_by
-from echelon._torch_private.modules import devices_as_on_gpu, optimizers_as_on_gpu
+from echelon._torch_private.modules import ddp_of_sync_batch_norm, devices_as_on_gpu, optimizers_as_on_gpu
 from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
 from echelon.foresight.record.device import OnDevice, OnHost, attention, check_gpu, mapped
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
-from echelon.foresight.record.placement import GPUS
 
 
 class Gpu(NamedTuple):
@@ -62,8 +62,6 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             replace_all(torch.cuda, {**_memory_names(gpu), **_device_names(num_devices, gpu), **_RANDOM})
             replace_all(torch.accelerator, {**_memory_names(gpu), **_accelerator_names(num_devices, gpu)})
             replace_all(torch, {"Stream": streams.Stream, "Event": streams.Event, "Generator": _Generator})
-            for module in (torch, torch.random):
-                wrap(module, "set_rng_state", _set_random_state)
             for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
                 replace(torch.cuda.nvtx, name, _nothing)
             # torch asks for it when it logs an error, and would raise another one.
@@ -74,12 +72,12 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             replace_all(torch.cuda.memory, {"_record_memory_history": _nothing, "_dump_snapshot": _nothing})
             replace(torch.cuda, "CUDAGraph", _NoGraph)
             replace(dist, "is_nccl_available", _returning(True))
-            replace_all(FakeTensor, _devices_of(FakeTensor))
-            replace(torch.Tensor, "_make_wrapper_subclass", staticmethod(_wrapper_on_cpu))
-            replace_all(torch, _autocast_names())
+            wrap(torch.autocast, "__init__", _on_cpu)
+            wrap(DistributedDataParallel, "__init__", _without_devices)
             # Not by `OnDevice`, which torch leaves while it runs a function that calls it, as of nn.MultiheadAttention.
             wrap(nn.functional, "scaled_dot_product_attention", _attention)
             wrap(nn.SyncBatchNorm, "forward", _synchronized)
+            stack.enter_context(ddp_of_sync_batch_norm())
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
         mode = OnDevice if gpu is not None else OnHost
@@ -88,7 +86,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             wrap(DeviceMesh, name, _with_values)
         wrap(DeviceMesh, "__init__", _name_groups)
         stack.enter_context(ddp_checks_by(partial(in_place_of, function=_with_values)))
-        stack.enter_context(objects_packed_by(partial(in_place_of, function=_packed)))
+        stack.enter_context(objects_packed_by(partial(in_place_of, function=_with_values)))
         stack.enter_context(batches_noted(_begin_batch))
         wrap(DataLoader, "__init__", _without_workers)
         wrap(nn.Module, "_apply", _apply)
@@ -170,88 +168,6 @@ class _Generator(_GENERATOR, metaclass=_AnyGenerator):
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls, mapped(device))  # type: ignore[call-arg]
 
-    def __init__(self, device: Any = "cpu") -> None:
-        super().__init__()
-        self._device = torch.device(device)
-
-    def set_state(self, new_state: Tensor) -> Any:
-        """Sets the state, unless its values are unknown, as after its way over another rank."""
-        return self if (state := _known_state(new_state)) is None else super().set_state(state)
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Device that the program has asked for."""
-        return self._device
-
-
-def _devices_of(kind: Any) -> dict[str, Any]:
-    """Returns attributes of a class of fake tensors that tell the program their device."""
-    original, type_of = kind.device, kind.type
-
-    own = original.fget
-
-    def device(tensor: Any) -> torch.device:
-        # torch itself asks often, where it finds the forms of results.
-        if (recording := recording_here()) is None or (placement := recording.placement) is None or placement.is_hidden:
-            return own(tensor)  # type: ignore[no-any-return]
-        gpu = placement.gpu_of(tensor)
-        return own(tensor) if gpu is None else GPUS[gpu]
-
-    def typed(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            name = type_of(tensor)
-            return name.replace("torch.", "torch.cuda.") if tensor.is_cuda else name
-        name = f"{dtype.__module__}.{dtype.__name__}" if isinstance(dtype, type) else str(dtype)
-        if not name.endswith("Tensor"):
-            return type_of(tensor, dtype, *args, **kwargs)
-        # A type such as torch.cuda.HalfTensor names a device, too.
-        tensor = tensor.cuda() if ".cuda." in name else tensor.cpu()
-        return type_of(tensor, name.replace(".cuda.", "."), *args, **kwargs)
-
-    return {
-        "device": property(device, original.fset),
-        "is_cuda": property(lambda tensor: tensor.device.type == "cuda"),
-        "is_cpu": property(lambda tensor: tensor.device.type == "cpu"),
-        "get_device": lambda tensor: -1 if (index := tensor.device.index) is None else index,
-        "type": typed,
-    }
-
-
-def _wrapper_on_cpu(*args: Any, **kwargs: Any) -> Any:
-    """Makes a tensor that wraps others, as torch's method does."""
-    if "device" in kwargs and recording_here() is not None:
-        kwargs["device"] = mapped(kwargs["device"])
-    return _MAKE_WRAPPER(*args, **kwargs)
-
-
-_MAKE_WRAPPER = torch.Tensor._make_wrapper_subclass
-
-
-def _autocast_names() -> dict[str, Any]:
-    """Returns functions of torch that set autocast. They set that of a GPU for recorded tensors, too."""
-
-    def mirrored(original: Callable[..., None]) -> Callable[..., None]:
-        def set_both(*args: Any) -> None:
-            original(*args)
-            if recording_here() is not None and (len(args) == 1 or args[0] == "cuda"):
-                original("cpu", args[-1])
-
-        return set_both
-
-    return {name: mirrored(getattr(torch, name)) for name in ("set_autocast_enabled", "set_autocast_dtype")}
-
-
-def _known_state(state: Tensor) -> Tensor | None:
-    """Returns the state of a generator with its values. None if they are unknown."""
-    if not isinstance(state, FakeTensor) or (recording := recording_here()) is None:
-        return state
-    return recording.routing.read(state)
-
-
-def _set_random_state(_: Recording, original: Callable[..., None], new_state: Tensor) -> None:
-    if (state := _known_state(new_state)) is not None:
-        original(state)
-
 
 def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
     properties = SimpleNamespace(
@@ -271,7 +187,7 @@ def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
     )
     return {
         "is_available": _returning(True),
-        "is_initialized": lambda: (recording := recording_here()) is None or recording.log.has_chosen_gpu,
+        "is_initialized": _returning(True),
         "init": _nothing,
         "_lazy_init": _nothing,
         "device_count": _returning(num_devices),
@@ -385,13 +301,7 @@ def _memory_names(gpu: Gpu) -> dict[str, Any]:
 def _with_values(_: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function whose tensors are numbers of ranks or sizes: they need values."""
     with real_tensors():
-        return original(*args, **kwargs)
-
-
-def _packed(_: Recording, original: Callable[..., Any], value: object, *args: Any, **kwargs: Any) -> Any:
-    """Packs an object into a tensor of a device, or unpacks it."""
-    with real_tensors():
-        return original(value, *map(mapped, args), **{name: mapped(each) for name, each in kwargs.items()})
+        return original(*map(mapped, args), **{name: mapped(each) for name, each in kwargs.items()})
 
 
 def _attention(_: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -406,6 +316,21 @@ def _name_groups(
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
         if size == dist.get_world_size():
             recording.log.name_of_all = recording.log.name_of_all or name
+
+
+def _on_cpu(
+    _: Recording,
+    original: Callable[..., None],
+    autocast: Any,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Makes an autocast, which acts on operators of one device."""
+    if device_type == "cuda":
+        device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+    original(autocast, device_type, dtype, *args, **kwargs)
 
 
 def _apply(
@@ -432,6 +357,14 @@ def _apply(
         return original(module, function, recurse)
     finally:
         module._parameters = {name: module._parameters.get(name, each) for name, each in parameters.items()}
+
+
+def _without_devices(
+    _: Recording, original: Callable[..., None], ddp: Any, module: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Makes a DDP, which takes no device for modules on the CPU."""
+    others = {name: each for name, each in kwargs.items() if name not in ("device_ids", "output_device")}
+    original(ddp, module, None, None, *args[2:], **others)
 
 
 _OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")

@@ -246,16 +246,10 @@ class ExchangeExecutor(CollectiveExecutor):
 class RecordingBackend(VirtualBackend):
     """Simulated rank that exchanges only real values. Communication of fake tensors is recorded."""
 
-    def __init__(
-        self, rank: int, world_size: int, world: World, timeout: float, exchange: Exchange, gpu: int | None = None
-    ) -> None:
-        """Makes the rank's backend. `gpu` is the index of its GPU on its host, None if it has none."""
+    def __init__(self, rank: int, world_size: int, world: World, timeout: float, exchange: Exchange) -> None:
         super().__init__(rank, world_size, world, timeout)
         self.exchange = exchange
         self.messages = RecordingMessages(rank, world_size, timeout, self.boundary, exchange.undelivered, self.group_of)
-        if gpu is not None:
-            self.device = torch.device("cuda", gpu)
-            self.devices = self.messages.devices = frozenset({"cpu", "cuda"})
         self.lanes = _LanesAtOnce(self.control, world, self.boundary, timeout)
         self._numbers: Counter[tuple[int, ...]] = Counter()
         self._groups: dict[int, tuple[tuple[int, ...], int]] = {}

@@ -33,8 +33,8 @@ class Memory:
         """Bytes of all of them."""
         self.peak = 0
         """Most bytes so far, as `torch.cuda.max_memory_allocated`."""
-        self.on_gpu: dict[int, int] = {}
-        """Storages that are known to be on a GPU, with its index, see `placement`."""
+        self.on_gpu: set[int] = set()
+        """Storages that are known to be on the GPU, see `placement`."""
         self.on_host: dict[int, int] = {}
         """Storages that are known to be on the host, with the line that made them."""
         self._log = log
@@ -79,14 +79,6 @@ class Memory:
         """Notes that the storage of a tensor may be on the GPU from now on."""
         del self.on_host[number]
         self._allocate(number, tensor.untyped_storage().nbytes())
-
-    def stay_on_host(self, tensor: torch.Tensor, place: int) -> None:
-        """Notes that a tensor, made by a line, is on the host."""
-        number = self.known(tensor)
-        if number is None:
-            number = self._log.new_storage()
-            self.adopt(tensor, number)
-        self.leave_gpu(number, place)
 
     # Storages of repeated calls, whose entries are copies
 
@@ -137,7 +129,7 @@ class Memory:
         # A new storage may have got the same address meanwhile.
         if known is not None and known[0] == number:
             del self._known[address]
-        self.on_gpu.pop(number, None)
+        self.on_gpu.discard(number)
         self.on_host.pop(number, None)
         self._free(number)
 

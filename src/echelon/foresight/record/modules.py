@@ -9,19 +9,25 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from echelon._torch_private.tensors import tree_leaves
 from echelon.foresight.record.log import Log
+from echelon.foresight.record.placement import Placement
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 """Names under which wrappers hold their module."""
 _REPLICAS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DDP"})
 """Wrappers that hold their module as "module"."""
 
+_MOVING = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+"""Wrappers of torch that move their arguments to the GPU, and FSDP its parameters."""
+
 
 class Modules:
     """Stack of the modules whose forward runs in one rank."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, placement: Placement | None = None) -> None:
         self._log = log
+        self._placement = placement
         self._stack: list[int] = []
         self._compiling: list[tuple[nn.Module, AbstractContextManager[None]]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -32,16 +38,26 @@ class Modules:
         # always_call: also after a forward that has raised, which would stay on the stack.
         register_module_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(module)
         if name is None:
             self._name_all(module)
             name = self._names[module]
+            if self._placement is not None and _moves(module):
+                self._placement.forget((*module.parameters(), *module.buffers()))
+                module.register_forward_pre_hook(self._moved_by, with_kwargs=True)
+                # torch calls a new hook only from the next call on.
+                self._moved_by(module, args, {})
         self._stack.append(self._log.modules.of(name))
         self._log.enter(self._stack[-1])
         if module in self._log.compiled:
             self._compiling.append((module, self._log.compiling()))
             self._compiling[-1][1].__enter__()
+
+    def _moved_by(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Notes the arguments of a module that moves them to its GPU."""
+        assert self._placement is not None
+        self._placement.forget(tree_leaves((args, kwargs)))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if self._compiling and self._compiling[-1][0] is module:
@@ -63,3 +79,8 @@ class Modules:
                 parts = parts[1:]
             self._names[module] = ".".join(parts) or type(module).__name__
         self._names.setdefault(root, type(root).__name__)  # a wrapper may leave itself out
+
+
+def _moves(module: nn.Module) -> bool:
+    """Whether a module moves its parameters or its arguments to its GPU by itself."""
+    return any(each.__name__ in _MOVING for each in type(module).__mro__)

@@ -109,7 +109,6 @@ class Operator(NamedTuple):
     finds_overflow: bool
     """Whether its last output says if values are infinite or not a number."""
     takes_masks: bool
-    takes_device: bool
     flops: Callable[..., int] | None
     shape: Callable[..., Shape] | None
 
@@ -136,7 +135,6 @@ def operator(func: Any) -> Operator:
         into_a_part=name in _INTO_A_PART,
         finds_overflow=name in _FINDS_OVERFLOW,
         takes_masks=name in _TAKES_MASKS,
-        takes_device=facts.takes_device,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),
         shape=shape,

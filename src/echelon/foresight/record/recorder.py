@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import (
     DispatchMode,
     FakeTensor,
-    HigherOrderOperator,
     known_value,
     real_tensors,
     tree_leaves,
@@ -25,10 +24,9 @@ from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import BETWEEN, calling_file
 from echelon.foresight.record.communication import functional_collective
-from echelon.foresight.record.device import mapped
 from echelon.foresight.record.here import Recording, name_of, tensors_in
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
-from echelon.foresight.record.placement import Where
+from echelon.foresight.record.placement import GPU, Where
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.trace import UNKNOWN_STORAGE, HostWait, Kernel
 
@@ -89,14 +87,12 @@ class _Operation(NamedTuple):
 class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of the thread in which it is active. A mode of fake tensors must be active below it."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
         self.log, self.memory, self.routing = recording.log, recording.memory, recording.routing
         self._placement = recording.placement
-        self._results = FakeResults(self._compute)
+        self._results = FakeResults()
         self._of_overflow: set[int] = set()
         """Storages that say whether values are infinite or not a number. They are assumed to be 0 or false."""
         self._reads = (-1, 0)
@@ -111,14 +107,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             if kind not in _PLAIN:
                 return NotImplemented  # such as DTensor: the operations on its inner tensors come here
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            return self._of_higher_order(func, args, kwargs)
         facts = operator(func)
-        if facts.takes_device and (goal := _goal(args, kwargs)) is not None:
-            # Called below the function mode, as by torch's own functions.
-            args, kwargs = tuple(map(mapped, args)), {name: mapped(each) for name, each in kwargs.items()}
-            with self:
-                return self._placed(func(*args, **kwargs), goal)
         inputs = list(tensors_in(args))
         inputs += tensors_in(kwargs.values()) if kwargs else ()
         operation = _Operation(func, facts, inputs, args, kwargs)
@@ -147,30 +136,6 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.role == "collective":
             return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
         return self._read(facts, args)
-
-    def _of_higher_order(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls an operator that calls others."""
-        if func.__name__ == "run_dtensor_rng_op":  # seed and offset of DTensor's random numbers, and the operator
-            _, _, inner, *args_of_inner = args
-            with self:
-                return inner(*args_of_inner, **kwargs)
-        return func(*args, **kwargs)
-
-    def _placed(self, out: Any, device: torch.device) -> Any:
-        """Returns the result of an operator that was given a GPU, on that GPU."""
-        if self._placement is not None:
-            self._placement.made(out, device)
-        return out
-
-    def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls an operator. torch's code for the forms of results has to find its tensors on the CPU."""
-        if (placement := self._placement) is None:
-            return func(*args, **kwargs)
-        placement.is_hidden = True
-        try:
-            return func(*args, **kwargs)
-        finally:
-            placement.is_hidden = False
 
     def _read(self, facts: Operator, args: Sequence[Any]) -> object:
         """Returns the value of a tensor if it is known, else an assumed one: finite, 1, or true."""
@@ -209,15 +174,13 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _decided(self, operation: _Operation) -> Any:
         """Records an operator whose results have a shape that depends on values. The host waits for that shape."""
-        func, facts, inputs, args, kwargs = operation
+        func, _, inputs, args, kwargs = operation
+        device = inputs[0].device
         with without_functions():
             before = [self.memory.number(each) for each in inputs]
-            where = None if self._placement is None else self._placement.of_results(facts.name, inputs, before)
-        out = self.routing.made(func, args, kwargs, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cpu"))
+        out = self.routing.made(func, args, kwargs, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
         with without_functions():
-            self._enter(operation, before, out, where)
-            if self._placement is not None:
-                self._placement.resulted(tensors_in((out,)), before, where)
+            self._enter(operation, before, out)
         self.log.entries.append(HostWait(self.log.stream, -1, self.log.place()))
         return out
 
@@ -234,13 +197,13 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             self._enter(operation, before, out, where)
             if placement is not None:
                 placement.resulted(tensors_in((out,)), before, where)
-                if where is not None and where.is_gpu and facts.writes and not placement.takes_both(facts.name):
-                    placement.written(operation.written(), where.gpu)
+                if where == GPU and facts.writes and not placement.takes_both(facts.name):
+                    placement.written(operation.written())
         if self.routing.concerns(func, inputs, bool(facts.writes)):
             self.routing.follow(func, inputs, operation.written(), args, kwargs, out)
         return out
 
-    def _enter(self, operation: _Operation, before: Sequence[int], out: Any, where: Where | None = None) -> None:
+    def _enter(self, operation: _Operation, before: Sequence[int], out: Any, where: Where = None) -> None:
         """Writes a kernel into the log, unless it is known to run on the host.
 
         `before` has the storages of its inputs, and `where` the device of its results.
@@ -258,7 +221,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             self.memory.resized(each.untyped_storage())
         if not inputs and not outputs:
             return
-        if where is not None and not where.is_gpu:
+        if where is not None and where != GPU:
             return
         changed = [number(each) for each in written]
         made = [(key, each) for key, each in zip(after, outputs, strict=True) if key not in changed]
@@ -295,14 +258,6 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 is_compiled=log.is_compiled(),
             )
         )
-
-
-def _goal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
-    """Returns the GPU among the arguments of an operator. None if there is none."""
-    for each in (*args, *kwargs.values()):
-        if type(each) is torch.device and each.type == "cuda":
-            return each
-    return None
 
 
 def _is_on_host(operation: _Operation) -> bool:

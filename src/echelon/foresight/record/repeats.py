@@ -72,8 +72,6 @@ class _Output(NamedTuple):
 
     form: Form
     storage: int
-    gpu: int | None
-    """Index of the GPU that it is known to be on, see `placement`."""
     requires_grad: bool
 
 
@@ -314,7 +312,7 @@ class Repeats:
                     return None, []
                 if leaf.requires_grad:
                     differentiable.append((len(outputs), leaf))
-                outputs.append(_Output(form, number, self._memory.on_gpu.get(number), leaf.requires_grad))
+                outputs.append(_Output(form, number, leaf.requires_grad))
             elif not isinstance(leaf, _PLAIN):
                 return None, []
         return tuple(outputs), differentiable
@@ -411,7 +409,7 @@ class Repeats:
             form, number = form_of(gradient), self._memory.known(gradient)
             if form is None or number is None or not segment.has_made(number):
                 return None
-            found.append(_Output(form, number, self._memory.on_gpu.get(number), requires_grad=False))
+            found.append(_Output(form, number, requires_grad=False))
         return tuple(found)
 
     def _is_clean(self, call: _Call, segment: Segment, gradients: Sequence[_Output | None]) -> bool:
@@ -471,8 +469,6 @@ class Repeats:
     def _made(self, output: _Output) -> FakeTensor:
         tensor = made_of(output.form)
         self._memory.adopt(tensor, output.storage)
-        if output.gpu is not None:
-            self._memory.on_gpu[output.storage] = output.gpu
         return tensor
 
     def repeat_backward(

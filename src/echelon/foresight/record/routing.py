@@ -75,7 +75,6 @@ _COLLECTIVES: Mapping[str, Callable[[Tensor, int, int], Tensor]] = {
     "all_reduce(sum)": lambda value, _, size: value * size,
     "all_reduce(max)": lambda value, *_: value,
     "all_reduce(min)": lambda value, *_: value,
-    "broadcast": lambda value, *_: value,
     "all_gather": lambda value, _, size: value.reshape(-1).repeat(size),
     "all_to_all": lambda value, rank, size: value.reshape(-1).tensor_split(size)[rank].repeat(size),
 }

@@ -361,21 +361,17 @@ class _Run:
         if self._request.gpu is not None:  # not true of the mesh of GPUs, which one of CPUs represents
             warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
         world_size = len(self._request.hosts)
-        hosts = self._request.hosts
-        gpu = None if self._request.gpu is None else hosts[:rank].count(hosts[rank])
-        backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange, gpu)
+        backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)
         self._backends.append(backend)
         group = ProcessGroup(backend)
         try:
             backend.begin()
             recording, timing = self._recording(rank), self._request.timing
             log, steps, repeats = recording.log, recording.steps, recording.repeats
-            if gpu is not None and self._request.call.takes_group:
-                log.device = gpu  # as of a rank that has opened its group
             until = Until(self._request.until) if self._request.until else None
             with provide(group), self.torch.rank(group), recorded(recording), ExitStack() as stack:
                 if timing is None:
-                    Modules(log).watch()
+                    Modules(log, recording.placement).watch()
                     stack.enter_context(taking_fake_tensors())
                     stack.enter_context(recorded_tensors())
                     stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
@@ -438,4 +434,4 @@ def _make(options: DistributedBackendOptions, _: object) -> RecordedGroup:
         return RecordedGroup(*make_group(options))
 
 
-dist.Backend.register_backend(_BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
+dist.Backend.register_backend(_BACKEND, _make, extended_api=True, devices=["cpu"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.log import Log
-from echelon.foresight.record.placement import GPUS
 from echelon.foresight.trace import HostWait, RecordEvent, WaitEvent
 
 
@@ -19,8 +20,8 @@ class Stream:
         log = _log()
         self.stream_id = (0 if log is None else log.new_stream()) if number is None else number
         self.priority = priority
-        self.device_index = 0 if log is None else log.device
-        self.device = GPUS[self.device_index] if device is None else device
+        self.device = torch.device("cpu") if device is None else device
+        self.device_index = 0
         # DeviceType::CUDA of torch's C++.
         self.device_type = 1
         self.cuda_stream = self.stream_id
