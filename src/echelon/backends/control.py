@@ -83,7 +83,7 @@ class ControlPlane(ABC):
         return None
 
     def num_sent(self, rank: int) -> int:  # noqa: ARG002
-        """Returns the number of messages sent to a rank, without those of collectives. -1 if it is not known."""
+        """Returns the number of messages sent to a rank, -1 if unknown. Messages of collectives do not count."""
         return -1
 
     def last_heard(self, rank: int) -> str:  # noqa: ARG002

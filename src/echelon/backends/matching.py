@@ -187,7 +187,7 @@ class Mailbox:
             self.claimed[src].value += 1
 
     def num_come(self, src: int) -> int:
-        """Returns the number of messages that have come from a rank, without those of collectives."""
+        """Returns the number of messages that have come from a rank. Messages of collectives do not count."""
         unclaimed = self.unclaimed.messages.items()
         kept = sum(len(queue) for (source, tag), queue in unclaimed if source == src and tag.sequence == 0)
         return self.claimed[src].value + kept

@@ -275,24 +275,22 @@ class Foreseen:
     def largest_at_peak(self, rank: int) -> list[tuple[str, int]]:
         """Returns the tensors at the peak of a recorded rank as (kind, line and module; bytes), the largest first.
 
-        Those of one line in layers that differ by their number are one entry: "in 32 modules layers.*.attention".
+        Layers that differ by their number alone are one entry: "in 32 modules layers.*.attention".
         """
-        largest: dict[str, int] = {}
-        modules: dict[str, set[str]] = {}
+        trace = self.traces[rank]
+        sizes: dict[tuple[str, str], int] = {}
+        modules: dict[tuple[str, str], set[str]] = {}
         for storage in self.memory[rank].alive_at_peak:
-            where, _, module = f"{storage.kind} of {self.traces[rank].where(storage)}".partition(" in ")
-            place = f"{where} in {_NUMBER.sub('*', module)}" if module else where
-            largest[place] = largest.get(place, 0) + storage.num_bytes
+            module = trace.modules[storage.module] if storage.module >= 0 else ""
+            place = f"{storage.kind} of {trace.line(storage)}", _NUMBER.sub("*", module)
+            sizes[place] = sizes.get(place, 0) + storage.num_bytes
             modules.setdefault(place, set()).add(module)
-
-        def named(place: str) -> str:
-            where, _, module = place.partition(" in ")
-            alike = modules[place]
-            if len(alike) > 1:
-                return f"{where} in {len(alike)} modules {module}"
-            return f"{where} in {next(iter(alike))}" if module else where
-
-        return sorted(((named(place), size) for place, size in largest.items()), key=lambda item: -item[1])
+        named = []
+        for (line, pattern), size in sizes.items():
+            alike = modules[line, pattern]
+            where = f"{len(alike)} modules {pattern}" if len(alike) > 1 else next(iter(alike))
+            named.append((f"{line} in {where}" if where else line, size))
+        return sorted(named, key=lambda item: -item[1])
 
     def _too_little(self, rank: int) -> str:
         """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""

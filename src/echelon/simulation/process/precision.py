@@ -28,7 +28,7 @@ class Precisions(State):
 
     def __init__(self) -> None:
         self._values: _Values = {}
-        """Those of the installed rank."""
+        """Precisions that the installed rank has set."""
         self._outside: _Values = {}
         """Values from before the simulation."""
         self._set: Callable[..., None]

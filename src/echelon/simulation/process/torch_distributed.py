@@ -52,7 +52,7 @@ _NCCL_TIMEOUT = timedelta(minutes=10)
 
 
 _FIRST_PORT = 49152
-"""Ports from here on are nobody's: those that stores choose for themselves. No rank listens there."""
+"""Ports above it are given to stores that ask for any port. No rank listens there."""
 
 
 class _Division(NamedTuple):

@@ -49,7 +49,7 @@ class RankOutput:
 
 
 def pass_on(stream: TextIO, data: bytes) -> None:
-    """Writes output of a child process, whose lines have the marks of ranks if those of `stream` get them."""
+    """Writes output of a child process as it is, since the child has marked its lines with the rank."""
     target = getattr(stream, "buffer", None)
     if isinstance(target, _MarkedBytes):
         target.pass_on(data)
