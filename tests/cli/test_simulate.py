@@ -13,6 +13,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
 from echelon.cli import main
 from echelon.simulation import watchdog
@@ -57,6 +58,38 @@ def test_a_script_of_torch_distributed_runs_as_each_rank(simulate, write):
     assert ended.status == 0
     assert sorted(ended.out.splitlines()) == [f"[{rank}] 3.0 script.py --steps 2" for rank in range(3)]
     assert ended.err == "echelon: 3 ranks, 0 s of virtual time, 16 B sent, seed 0\n"
+
+
+def test_a_function_that_a_rank_replaces_in_a_module_that_it_has_imported_is_its_own(simulate, write):
+    body = """
+import colorsys
+original = colorsys.rgb_to_hsv
+colorsys.rgb_to_hsv = lambda *rgb: (rank, *original(*rgb))
+dist.barrier()
+print(colorsys.rgb_to_hsv(0, 0, 0))
+"""
+    sys.modules.pop("colorsys", None)
+    ended = simulate("-n", 2, write(START + body))
+    assert sorted(ended.out.splitlines()) == [f"[{rank}] ({rank}, 0.0, 0.0, 0)" for rank in range(2)]
+
+
+def test_a_method_of_an_installed_class_that_a_script_replaces_is_noted_and_put_back(simulate, write):
+    body = """
+def twice(_, value):
+    return 2 * value
+torch.nn.Identity.forward = twice
+dist.barrier()
+print(torch.nn.Identity()(2))
+"""
+    before = torch.nn.Identity.forward
+    ended = simulate("-n", 2, write(START + body))
+    assert sorted(ended.out.splitlines()) == ["[0] 4", "[1] 4"]
+    note, _ = ended.err.splitlines()
+    assert note == (
+        "echelon: note: torch.nn.modules.linear.Identity.forward was set to the function at script.py:7: unlike "
+        "processes, simulated ranks share classes, so each rank had what the last one set"
+    )
+    assert torch.nn.Identity.forward is before
 
 
 def test_swapped_collectives_are_noted(simulate, write):

@@ -41,6 +41,7 @@ from echelon.simulation.process.environment import (
 )
 from echelon.simulation.process.library_state import LibraryState, TorchSettings, shared_collections
 from echelon.simulation.process.modules import MainModule
+from echelon.simulation.process.patches import Patches
 from echelon.simulation.process.precision import Precisions
 from echelon.simulation.process.random_state import RandomState, on_one_core
 from echelon.simulation.process.state import ProgramWithStates, RankStates, State
@@ -73,9 +74,11 @@ class Simulation:
     measurements: Measurements | None = None
     """Measured costs. As `costs` of another simulation they repeat this one. None if costs are not measured."""
     notes: tuple[str, ...] = ()
-    """Sentences about calls that two ranks seem to have swapped: each of them was at the line of the other.
+    """Sentences about what may be wrong, though no error says so.
 
-    Such collectives have the same kind, shape and dtype, so no error says that their values are mixed up.
+    Calls that two ranks seem to have swapped, each of them at the line of the other: such collectives have the same
+    kind, shape and dtype, so their values may be mixed up. For a script also methods of an installed class that it has
+    set, such as `torch.nn.Linear.forward`: simulated ranks share classes, and processes do not.
     """
     events: Sequence[tuple[object, ...]] = field(default=(), repr=False)
     """Events of the trace, each as the arguments of an `Event`."""
@@ -164,9 +167,11 @@ def simulate(
     is_instant, follows_plans = takes_no_time(network), order == "tcp"
     with only_simulation():
         world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends, is_instant, follows_plans)
-        run = _Run(world, world_size, call, timeout, make, has_own_modules=isinstance(fn, ProgramWithStates))
+        has_own_modules = isinstance(fn, ProgramWithStates)
+        run = _Run(world, world_size, call, timeout, make, has_own_modules=has_own_modules)
         num_threads = torch.get_num_threads()
-        states = process_states(run.torch, seed, hosts if named else (0,) * world_size)
+        patches = Patches(world.scheduler.is_running_here, has_own_modules)
+        states = [patches, *process_states(run.torch, seed, hosts if named else (0,) * world_size)]
         if isinstance(fn, ProgramWithStates):
             states += fn.states()
         world.rank_states = rank_states = RankStates(states, world_size)
@@ -178,6 +183,7 @@ def simulate(
                 children_with_environment(world.scheduler.is_running_here),
                 run.torch.installed(),
                 run.calls.replaced(),
+                patches.noted(),
             ):
                 run.run()
         finally:
@@ -191,7 +197,7 @@ def simulate(
         bytes_sent=world.bytes_sent(),
         peak_memory=tuple(memory_meter.peak for memory_meter in world.memory_meters) if memory else None,
         measurements=None if meter is None else meter.measurements(),
-        notes=notes_of(world.lines.values()),
+        notes=(*notes_of(world.lines.values()), *patches.notes),
         events=world.recorder.events,
     )
 

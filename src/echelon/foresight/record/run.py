@@ -54,6 +54,7 @@ from echelon.simulation.faults import FaultPlan
 from echelon.simulation.network import link_function
 from echelon.simulation.process.cached_property import without_locks
 from echelon.simulation.process.calls import ProcessCalls
+from echelon.simulation.process.patches import Patches
 from echelon.simulation.process.random_state import on_one_core
 from echelon.simulation.process.state import ProgramWithStates, RankStates
 from echelon.simulation.process.torch_distributed import TorchDistributed
@@ -167,7 +168,8 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
         # Events of one time come in the order in which they were queued: no other order is explored here.
         world.clock.draw = lambda: 0.0
         run = _Run(world, request, choose)
-        states = process_states(run.torch, 0, request.hosts)
+        patches = Patches(world.scheduler.is_running_here, isinstance(fn, ProgramWithStates))
+        states = [patches, *process_states(run.torch, 0, request.hosts)]
         if isinstance(fn, ProgramWithStates):
             states += fn.states()
         world.rank_states = rank_states = RankStates(states, world_size)
@@ -185,6 +187,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
                 no_writes(run.saved, allow_files=request.allow_writes),
                 not_compiled(),
                 nullcontext() if request.full or not can_repeat() else microbatches_repeated(),
+                patches.noted(),
             ):
                 return run.run()
         finally:
