@@ -81,8 +81,11 @@ class LivenessCheck(Protocol):
         """Queries a rank. Raises CollectiveMismatch if it will never make the awaited call."""
         ...
 
-    def blocks_for(self, rank: int) -> bool:
-        """Whether the program makes no other call until a rank has taken part in the collective."""
+    def blocks_for(self) -> int | None:
+        """Returns the rank that has to take part in the collective before the program makes another call.
+
+        None if another call may come before.
+        """
         ...
 
 

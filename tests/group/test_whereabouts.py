@@ -115,6 +115,48 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_told_long_before_a_tim
     assert any(map(re.search, wanted, messages)), messages
 
 
+def wait_in_a_circle(group, is_async):
+    """Each rank calls a collective of the group with the next rank, which is in that with the one after it."""
+    size = group.world_size
+    pairs = [group.subgroup(sorted((rank, (rank + 1) % size)), name=f"pair {rank}") for rank in range(size)]
+    group.barrier()
+    mine = pairs[group.rank]
+    with pytest.raises((echelon.CollectiveMismatch, echelon.PeerFailed)) as caught:
+        mine.all_reduce(torch.ones(3), async_op=True).wait() if is_async else mine.all_reduce(torch.ones(3))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_ranks_that_wait_for_each_other_in_a_circle_of_groups_are_told_long_before_a_timeout(pool, backend, is_async):
+    messages = pool.run(wait_in_a_circle, 4, is_async, backend=backend)
+    wanted = []
+    for rank in range(4):
+        call = rf"all_reduce\(sum\) of float32\[3\], #1 of group 'pair {{}}' at {HERE}"
+        one, two, three = ((rank + step) % 4 for step in (1, 2, 3))
+        wanted.append(
+            f"{call.format(rank)} on rank {rank} waits for rank {one}, which waits for rank {two} in "
+            f"{call.format(one)}, which waits for rank {three} in {call.format(two)}, which waits for this rank in "
+            f"{call.format(three)}: make the same calls in the same order on every rank, in all groups together"
+        )
+    assert any(map(re.search, wanted, messages)), messages
+
+
+def wait_in_a_row(group):
+    """Each rank waits for the next one, and the last one comes late."""
+    pairs = [group.subgroup([rank, rank + 1], name=f"pair {rank}") for rank in range(group.world_size - 1)]
+    if group.rank == group.world_size - 1:
+        time.sleep(3.5)
+    mine = [pair for pair in reversed(pairs) if pair is not None]
+    return [pair.all_reduce(torch.ones(3))[0].item() for pair in mine]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_a_row_of_waits_is_no_deadlock(pool, backend):
+    assert pool.run(wait_in_a_row, 3, backend=backend) == [[2.0], [2.0, 2.0], [2.0]]
+
+
 def wait_in_two_threads(group):
     first, second = (group.subgroup([0, 1], name=name) for name in ("first", "second"))
     with ThreadPoolExecutor() as executor:

@@ -40,7 +40,7 @@ class Standing(IntEnum):
     ELSEWHERE = 4
     """It has not called the collective yet, and is in a collective of another group."""
     BLOCKED = 5
-    """It cannot call the collective: its program waits for the asking rank, in a collective of another group."""
+    """It cannot call the collective yet: its program waits for a rank, in a collective of another group."""
     WAITING = 6
     """Its program waits for a message of another rank, and does nothing else."""
 
@@ -52,17 +52,18 @@ class Status(NamedTuple):
     text: str
     """The call that it made instead of this collective, else its current activity; with the user's line."""
     details: tuple[int, ...] = ()
-    """If it is BLOCKED: context and number of the collective in which it is. If it is WAITING, four numbers: the
-    awaited rank, the messages from there, the messages sent to the rank of the question, and its wait."""
+    """If it is BLOCKED, three numbers: context and number of the collective in which it is, and the rank that it waits
+    for. If it is WAITING, four: the awaited rank, the messages from there, the messages sent to the rank of the
+    question, and its wait."""
 
 
-def status_of(recorder: FlightRecorder, question: Question, asking: int | None = None) -> Status:
+def status_of(recorder: FlightRecorder, question: Question, says_blocked: bool = False) -> Status:
     """Answers a question from a rank's flight recorder.
 
     Args:
         recorder: record of the rank that answers.
         question: the question.
-        asking: the rank that asks. None: no answer says that a program waits for it.
+        says_blocked: whether the answer may be BLOCKED. Else it is ELSEWHERE.
     """
     flight = recorder.find(question.context, question.sequence)
     if flight is not None and flight.signature != question.signature:
@@ -71,8 +72,8 @@ def status_of(recorder: FlightRecorder, question: Question, asking: int | None =
     if latest is None or latest.sequence < question.sequence:
         others = [each for each in recorder.under_way() if each.sequence and each.context != question.context]
         for each in others:
-            if asking is not None and each.watch is not None and each.watch.blocks_for(asking):
-                return Status(Standing.BLOCKED, f"in {each}", (each.context, each.sequence))
+            if says_blocked and each.watch is not None and (awaited := each.watch.blocks_for()) is not None:
+                return Status(Standing.BLOCKED, f"in {each}", (each.context, each.sequence, awaited))
         standing = Standing.ELSEWHERE if others else Standing.BEFORE
     elif flight is not None and (flight.ended is None or flight.error):
         standing = Standing.SAME

@@ -28,7 +28,7 @@ MAX_UNSENT_WORDS = 4_096
 
 _DETAILED = re.compile(r"([0-9a-f]{1,16}(?::[0-9a-f]{1,16})*) (.*)", re.DOTALL)
 """Note of an answer: its details, and its text."""
-_NUM_DETAILS = {Standing.BLOCKED: 2, Standing.WAITING: 4}
+_NUM_DETAILS = {Standing.BLOCKED: 3, Standing.WAITING: 4}
 
 
 class StatusQuery:
@@ -168,7 +168,7 @@ class ControlFrames:
                 "it does not speak this protocol"
             )
         if frame.context:
-            status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step), rank)
+            status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step), True)
         else:
             status = self.message_wait(frame.sequence - 1)
         details = ":".join(f"{number:x}" for number in status.details)

@@ -2,9 +2,10 @@
 
 Strategy. A waiting rank queries the rank that it waits for, after a second and then at doubling intervals. If the peer
 has called another operation in its place, or has finished it, the awaited message will never come. The same holds if
-the peer's program waits for this rank in a collective of another group, which this rank has not called, while this
-rank's program waits here. Both wait in their main threads, and no other thread runs code of the program. At the timeout
-all ranks are queried, so that the error names the rank that is behind, not a rank that itself waits for it.
+the peer's program waits in a collective of another group for a rank that has not called that one, and so on, back to
+this rank. All wait in their main threads, and no other thread runs code of the program. A rank that has not called a
+collective has sent nothing for it, so to ask one rank after the other is enough. At the timeout all ranks are queried,
+so that the error names the rank that is behind, not a rank that itself waits for it.
 """
 
 from __future__ import annotations
@@ -87,14 +88,15 @@ class HangDiagnosis:
             return
         if status.standing == Standing.DIVERGED:
             raise self.disagreement(peer)
-        if status.standing == Standing.ELSEWHERE:  # it may find only at its own next check that it waits for this rank
+        # It may find only at its own next check that it waits for this rank.
+        if status.standing in (Standing.ELSEWHERE, Standing.BLOCKED):
             self.next_check_at = min(self.next_check_at, self._backend.now() + _SOON_SECONDS)
-        if status.standing == Standing.BLOCKED and self._is_deadlock(status):
+        if status.standing == Standing.BLOCKED and (circle := self._circle(status)):
             raise CollectiveMismatch(
-                f"{self._mine()} waits for rank {peer}, which waits for this rank {status.text}: make the same calls "
-                "in the same order on every rank, in all groups together"
+                f"{self._mine()} waits for rank {peer}, {', '.join(circle)}: make the same calls in the same order on "
+                "every rank, in all groups together"
             )
-        if status.standing in _NOT_CALLED and self.blocks_for(peer) and (waits := chain(self._backend, peer)):
+        if status.standing in _NOT_CALLED and self.blocks_for() == peer and (waits := chain(self._backend, peer)):
             # Asked again: it may have called the collective before it began to wait.
             status = self._ask([peer]).get(peer)
             if status is not None and status.standing in _NOT_CALLED and not has_come():
@@ -110,25 +112,48 @@ class HangDiagnosis:
                 f"the awaited message: choose the same algorithm on every rank, and {_ADVICE}"
             )
 
-    def blocks_for(self, rank: int) -> bool:
-        """Whether the program makes no other call until a rank has taken part in this collective.
+    def blocks_for(self) -> int | None:
+        """Returns the rank that has to take part in this collective before the program makes another call.
 
-        False if it cannot be known, as where other threads than the main one run the program's code.
+        None if it cannot be known, as where other threads than the main one run the program's code.
         """
         flight = self._flight
-        return (
-            self._awaited == rank
+        blocks = (
+            self._awaited >= 0
             and flight.thread == main_thread().ident
             and self._backend.flight_recorder.callers() == {flight.thread}
             and not may_run_in_other_threads(flight.thread)
             and (self._is_called_here or is_waited_for(flight))
         )
+        return self._awaited if blocks else None
 
-    def _is_deadlock(self, status: Status) -> bool:
-        """Whether this rank cannot call the collective in which the awaited rank waits for it."""
-        context, sequence = status.details
-        latest = self._backend.flight_recorder.latest(context)
-        return (latest is None or latest.sequence < sequence) and self.blocks_for(self._awaited)
+    def _circle(self, status: Status) -> list[str]:
+        """Returns for whom and where each rank waits, from the awaited rank on, if the last one waits for this rank.
+
+        Empty if one of them may go on, or the circle goes by this rank: then those in it find it.
+
+        Args:
+            status: Status of the awaited rank.
+        """
+        texts: list[str] = []
+        seen = set[int]()
+        while status.standing == Standing.BLOCKED:
+            context, sequence, awaited = status.details
+            if awaited == self._backend.rank:
+                latest = self._backend.flight_recorder.latest(context)
+                is_called = latest is not None and latest.sequence >= sequence
+                is_closed = not is_called and self.blocks_for() is not None
+                return [*texts, f"which waits for this rank {status.text}"] if is_closed else []
+            if awaited in seen:
+                break
+            seen.add(awaited)
+            texts.append(f"which waits for rank {awaited} {status.text}")
+            # No call has the checksum 0, so a rank that has called the collective has another status.
+            answers = self._backend.control.ask([awaited], Question(context, sequence, 0), ANSWER_SECONDS)
+            if awaited not in answers:
+                break
+            status = answers[awaited]
+        return []
 
     def disagreement(self, peer: int, theirs: str = "", detail: str = "") -> CollectiveMismatch:
         """Returns the error for a rank that makes other calls, with the first call in which the two differ.
