@@ -23,6 +23,7 @@ TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 PRIVATE_NAMES = (
     "torch.Tensor._backward_hooks",
+    "torch.Tensor._is_view",
     "torch.Tensor._make_subclass",
     "torch.Tensor._post_accumulate_grad_hooks",
     "torch.Tensor._version",

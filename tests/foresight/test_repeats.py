@@ -3,6 +3,7 @@
 import runpy
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,14 @@ def test_accumulated_gradients(repeated):
     agree(accumulated, 2)
     assert len(repeated) >= MICROBATCHES - 4, repeated
     assert set(repeated) == {"DistributedDataParallel"}
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1_without_microbatches_that_repeat(use_orig_params):
+    # Without the original parameters, torch refuses to say whether those of an earlier forward are leaves.
+    program = partial(programs.fsdp1, use_orig_params=use_orig_params)
+    full, fast = (record(program, 2, (0,), full=full)[0] for full in (True, False))
+    assert digest(full) == digest(fast)
 
 
 @pytest.mark.slow

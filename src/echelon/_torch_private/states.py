@@ -101,7 +101,9 @@ class _Found:
             return
         self.facts.append((type(tensor).__name__, tensor.requires_grad, tensor.shape, tensor.dtype))
         self.tensors.append(local_part(tensor))
-        self._describe_gradient(tensor.grad if tensor.is_leaf else None)
+        # Not of a view, such as a parameter of FSDP1 from an earlier forward: torch refuses it once its base has changed.
+        is_leaf = isinstance(tensor, nn.Parameter) or (not tensor._is_view() and tensor.is_leaf)
+        self._describe_gradient(tensor.grad if is_leaf else None)
 
     def _describe_gradient(self, gradient: torch.Tensor | None) -> None:
         self.gradients.append(None if gradient is None else (gradient.shape, gradient.dtype))

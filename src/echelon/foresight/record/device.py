@@ -108,6 +108,9 @@ def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     device = kwargs.get("device")
     if name in MOVES:
         goals = [each for each in (*args[1:], device) if isinstance(each, str | torch.device | Tensor)]
+        if name == "cpu" or "cpu" in [each for each in goals if isinstance(each, str)]:
+            # Frames between: this function and the mode.
+            placement.offloaded(args[0], is_plain=name == "cpu", depth=3)
         if goals or name == "cpu":  # not if the dtype alone changes
             return placement.moved(args[0], out, to_gpu=any(map(is_gpu, goals)))
     elif device is None:

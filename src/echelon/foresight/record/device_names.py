@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -24,6 +25,7 @@ from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
 from echelon.foresight.record.device import OnDevice, OnHost, attention, check_gpu, mapped
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
+from echelon.foresight.record.placement import OFFLOADED
 
 
 class Gpu(NamedTuple):
@@ -77,6 +79,8 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             # Not by `OnDevice`, which torch leaves while it runs a function that calls it, as of nn.MultiheadAttention.
             wrap(nn.functional, "scaled_dot_product_attention", _attention)
             wrap(nn.SyncBatchNorm, "forward", _synchronized)
+            wrap(torch.autograd.graph.save_on_cpu, "__init__", _offloaded)
+            wrap(CPUOffload, "__init__", _offloaded)
             stack.enter_context(ddp_of_sync_batch_norm())
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
@@ -413,6 +417,12 @@ class _Reduce(torch.autograd.Function):
         sums = gradient.new_empty(2 * gradient.shape[1], dtype=torch.float32)
         dist.all_reduce(sums, group=ctx.group)
         return gradient, None
+
+
+def _offloaded(recording: Recording, original: Callable[..., None], context: Any, *args: Any, **kwargs: Any) -> None:
+    original(context, *args, **kwargs)
+    if getattr(context, "offload_params", True):  # FSDP1's option may be off
+        recording.log.assume(OFFLOADED)
 
 
 def _synchronized(_: Recording, original: Callable[..., Tensor], module: nn.SyncBatchNorm, input: Tensor) -> Tensor:

@@ -46,8 +46,12 @@ MOVES = frozenset({"as_tensor", "cpu", "to"})
 """Functions that may move a tensor."""
 _TAKES_BOTH = frozenset({"copy_", "_to_copy", "lift_fresh", "set_", "_local_scalar_dense", "_foreach_copy_"})
 """Operators that take tensors of several devices. Indexing does so, too."""
+OFFLOADED = "copies to the CPU take no time, and what is moved there counts as memory of the GPU,"
+"""Note of a program that moves tensors off its GPU."""
 GPU = -1
 """Device of a result on the GPU."""
+_LARGE = 1 << 20
+"""Bytes from which on a copy to the CPU is worth a note: it takes 40 us, as many kernels do."""
 Where: TypeAlias = int | None
 """Device of a result: `GPU`, the line that made it on the host, or None if it is unknown."""
 _DISTRIBUTED = os.path.join(os.sep, "torch", "distributed", "")
@@ -99,6 +103,25 @@ class Placement:
             self._lose(tensor)
             self._lose(out)
         return out
+
+    def offloaded(self, tensor: Any, is_plain: bool, depth: int) -> None:
+        """Notes that a tensor is moved to the CPU, which is not played.
+
+        Args:
+            tensor: the tensor.
+            is_plain: whether the call can mean nothing else. A library may also name the CPU in place of a GPU.
+            depth: number of frames between this call and the line that moves it.
+        """
+        number = self._number_inside(tensor)
+        if number is None or number in self._memory.on_host:
+            return
+        if not is_plain and is_foreign(sys._getframe(depth).f_code.co_filename):
+            return
+        with without_functions():
+            local = local_part(tensor)
+            num_bytes = local.numel() * local.element_size()
+        if num_bytes >= _LARGE:
+            self._log.assume(OFFLOADED)
 
     def _lose(self, tensor: object) -> None:
         """Notes that the device of a tensor is unknown."""
