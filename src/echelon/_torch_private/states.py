@@ -101,7 +101,7 @@ class _Found:
             return
         self.facts.append((type(tensor).__name__, tensor.requires_grad, tensor.shape, tensor.dtype))
         self.tensors.append(local_part(tensor))
-        # Not of a view, such as a parameter of FSDP1 from an earlier forward: torch refuses it once its base has changed.
+        # torch refuses to tell it of a view whose base has changed, such as FSDP1's parameter of an earlier forward.
         is_leaf = isinstance(tensor, nn.Parameter) or (not tensor._is_view() and tensor.is_leaf)
         self._describe_gradient(tensor.grad if is_leaf else None)
 
