@@ -15,6 +15,8 @@ import torch
 import echelon
 from echelon import _torch_versions
 from echelon._torch_versions import (
+    COMPILED_NAMES,
+    FLEX_NAMES,
     FSDP2_NAMES,
     GLOO_NAMES,
     OLDEST,
@@ -30,7 +32,7 @@ from echelon.cli import main
 from echelon.doctor import checkup
 
 ROOT = Path(__file__).parents[1]
-NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP2_NAMES + REPEATS_NAMES
+NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP2_NAMES + REPEATS_NAMES + COMPILED_NAMES + FLEX_NAMES
 
 
 def test_this_torch_has_every_private_name():

@@ -76,6 +76,7 @@ PRIVATE_NAMES = (
     "torch.distributed.distributed_c10d._store_based_barrier",
     "torch.distributed.distributed_c10d._tensor_to_object",
     "torch.distributed.distributed_c10d._world.pg_backend_config",
+    "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states",
     "torch.distributed.fsdp._init_utils._get_compute_device",
     "torch.futures.Future._set_unwrap_func",
     "torch.library.Library._destroy",
@@ -113,6 +114,15 @@ REPEATS_NAMES = (
     "torch.distributed.pipelining.stage._PipelineStageBase",
 )
 """Further private names, probed when a program is foreseen. Without them all of its microbatches are recorded."""
+
+COMPILED_NAMES = ("torch._dynamo.eval_frame._callback_from_stance",)
+"""Further private names, probed when a program is foreseen. Without them functions that were compiled before fail."""
+
+FLEX_NAMES = (
+    "torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+    "torch.nn.attention.flex_attention._validate_device",
+)
+"""Further private names, probed when a program is foreseen. Without them flex_attention cannot be foreseen."""
 
 
 class UnsupportedTorch(ImportError):

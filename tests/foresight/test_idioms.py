@@ -1,6 +1,7 @@
 """Idioms of training scripts that depend on values, on memory or on names of CUDA."""
 
 import copy
+import functools
 import os
 
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon import UnsupportedOp, foresee
+from echelon.foresight.trace import Collective
 from tests.foresight import programs
 
 
@@ -100,6 +104,17 @@ def test_sync_batch_norm_gathers_statistics_and_adds_up_gradients(wrapped):
     assert len(kinds) == (5 if wrapped else 2)
 
 
+def synchronizes_parameters():
+    device = programs.begin()
+    model = FullyShardedDataParallel(nn.Linear(8, 8).to(device), device_id=device, sync_module_states=True)
+    steps(model, torch.randn(4, 8, device="cuda"))
+
+
+def test_fsdp1_broadcasts_parameters_of_the_gpu():
+    entries = foresee(synchronizes_parameters, 2).traces[0].entries
+    assert {each.kind for each in entries if isinstance(each, Collective)} == {"all_gather", "reduce_scatter"}
+
+
 def waits_for_values(rounds):
     x = torch.ones(2, device="cuda")
     while (x > 2).any():
@@ -144,3 +159,54 @@ def adds_in_groups(backend):
 @pytest.mark.parametrize("backend", [None, "cpu:gloo,cuda:nccl"])
 def test_later_groups_have_the_backends_of_the_first(backend):
     assert not any("backend" in each for each in foresee(adds_in_groups, 2, (backend,)).assumptions)
+
+
+@functools.cache
+def compiled_attention():
+    return torch.compile(flex_attention)
+
+
+class Attention(nn.Module):
+    """Attention with two query heads for each key head."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.query, self.both = nn.Linear(128, 128), nn.Linear(128, 128)
+        self.how = how
+
+    def forward(self, x):
+        query = self.query(x).unflatten(2, (4, 32)).transpose(1, 2)
+        key, value = self.both(x).unflatten(2, (4, 32)).transpose(1, 2).chunk(2, 1)
+        if self.how.startswith("sdpa"):
+            is_causal = self.how == "sdpa causal"
+            return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+        mask = None
+        if self.how == "causal":
+            mask = create_block_mask(lambda _, __, query, key: query >= key, None, None, 256, 256, device="cuda")
+        attention = compiled_attention() if self.how == "compiled" else flex_attention
+        return attention(query, key, value, block_mask=mask, enable_gqa=True)
+
+
+def attends(how):
+    steps(Attention(how).to("cuda", torch.bfloat16), torch.ones(2, 256, 128, device="cuda", dtype=torch.bfloat16))
+
+
+def attention_of(how):
+    compiled_attention()  # before the recording
+    seen = foresee(attends, 1, (how,), gpu="h100")
+    kernels = [each for each in seen.traces[0].entries if getattr(each, "kind", "") == "attention"]
+    return [(each.name, each.flops, each.dtype) for each in kernels], seen.assumptions
+
+
+@pytest.mark.parametrize("how", ["plain", "causal", "compiled"])
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_flex_attention_counts_as_flash_attention(how):
+    expected, nothing = attention_of("sdpa causal" if how == "causal" else "sdpa")
+    found, assumptions = attention_of(how)
+    assert len(expected) == 2
+    assert nothing == ()
+    assert found == expected
+    words = "flex_attention takes the time of flash attention"
+    words += ", and its mask that of a causal one" if how == "causal" else ""
+    earlier = ["a function that was compiled earlier counts as not compiled"] if how == "compiled" else []
+    assert [each.partition(" at ")[0] for each in assumptions] == [*earlier, words]

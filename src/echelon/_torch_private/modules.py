@@ -12,6 +12,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon._torch_private.tensors import FakeTensor
+from echelon._torch_versions import COMPILED_NAMES, FLEX_NAMES, missing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,21 +66,70 @@ def precisions_set_by(wrap: Callable[[Callable[..., None]], Callable[..., None]]
 def devices_as_on_gpu() -> Iterator[None]:
     """Inside, torch finds an accelerator, "cuda", and FSDP1 computes on the CPU in its place.
 
-    Both are found by private functions. FSDP1 compares the device that it has found with that of its tensors.
+    Both are found by private functions. FSDP1 compares the device that it has found with that of its tensors, and
+    refuses tensors of the CPU where it would broadcast them.
     """
     init: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
     find, find_accelerator = init._get_compute_device, torch._C._get_accelerator
+    check = init._check_module_states_for_sync_module_states
 
     def compute_device(*args: Any, **kwargs: Any) -> torch.device:
         device: torch.device = find(*args, **kwargs)
         return torch.device("cpu") if device.type == "cuda" else device
 
     init._get_compute_device = compute_device
+    init._check_module_states_for_sync_module_states = lambda _: None
     torch._C._get_accelerator = lambda *_: torch.device("cuda")
     try:
         yield
     finally:
         init._get_compute_device, torch._C._get_accelerator = find, find_accelerator
+        init._check_module_states_for_sync_module_states = check
+
+
+@contextmanager
+def compiled_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a function that was compiled before calls a wrapper of its choice of a compiler.
+
+    The wrapper gets the compiler, None or False where nothing is compiled. It returns the compiler to use; None runs
+    the function as it is.
+    """
+    if missing(COMPILED_NAMES):
+        yield
+        return
+    frames: Any = importlib.import_module("torch._dynamo.eval_frame")
+    original = frames._callback_from_stance
+    frames._callback_from_stance = wrap(original)
+    try:
+        yield
+    finally:
+        frames._callback_from_stance = original
+
+
+@contextmanager
+def flex_attention_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, `flex_attention` computes by a wrapper of its operator, by whichever name a program has imported it.
+
+    The wrapper gets query, key, value, the modification of scores, the parts of the block mask and the scale. The last
+    part of the mask is its function. It returns the output, the logarithms of sums and the largest scores.
+    """
+    if missing(FLEX_NAMES):
+        yield
+        return
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    operator, check, is_debugged = (
+        flex.flex_attention_hop,
+        flex._validate_device,
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG,
+    )
+    flex.flex_attention_hop, flex._validate_device = wrap(operator), lambda *_: None
+    # Otherwise it compiles the operator.
+    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        yield
+    finally:
+        flex.flex_attention_hop, flex._validate_device = operator, check
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = is_debugged
 
 
 @contextmanager

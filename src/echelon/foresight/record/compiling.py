@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from echelon._torch_private.modules import compiled_by
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
 
 _ASSUMPTION = "torch.compile was taken as fused runs of elementwise kernels"
@@ -23,6 +25,7 @@ def not_compiled() -> Iterator[None]:
     with (
         patch.object(torch, "compile", in_place_of(torch.compile, _compile)),
         patch.object(torch.nn.Module, "compile", in_place_of(torch.nn.Module.compile, _compile_itself)),
+        compiled_by(partial(in_place_of, function=_run_uncompiled)),
     ):
         yield
 
@@ -35,6 +38,12 @@ def _compile(recording: Recording, _: Callable[..., Any], model: Any = None, **_
 def _compile_itself(recording: Recording, _: Callable[..., Any], module: torch.nn.Module, *__: Any, **___: Any) -> None:
     recording.log.assume(_ASSUMPTION)
     recording.log.compiled.add(module)
+
+
+def _run_uncompiled(recording: Recording, _: Callable[..., Any], compiler: object) -> None:
+    """Lets a function run as it is that was compiled before the recording, such as one of an imported module."""
+    if compiler:
+        recording.log.assume("a function that was compiled earlier counts as not compiled")
 
 
 def _marked(model: Any) -> Any:

@@ -19,7 +19,12 @@ from torch.utils.data import DataLoader
 
 from echelon._torch_private.autograd import backward_with
 from echelon._torch_private.distributed import all_gather_into, batches_noted, ddp_checks_by, objects_packed_by
-from echelon._torch_private.modules import ddp_of_sync_batch_norm, devices_as_on_gpu, optimizers_as_on_gpu
+from echelon._torch_private.modules import (
+    ddp_of_sync_batch_norm,
+    devices_as_on_gpu,
+    flex_attention_by,
+    optimizers_as_on_gpu,
+)
 from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
@@ -81,6 +86,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             wrap(nn.SyncBatchNorm, "forward", _synchronized)
             wrap(torch.autograd.graph.save_on_cpu, "__init__", _offloaded)
             wrap(CPUOffload, "__init__", _offloaded)
+            stack.enter_context(flex_attention_by(partial(in_place_of, function=_flexible_attention)))
             stack.enter_context(ddp_of_sync_batch_norm())
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
@@ -310,6 +316,18 @@ def _with_values(_: Recording, original: Callable[..., Any], *args: Any, **kwarg
 
 def _attention(_: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return attention(original, args, kwargs)
+
+
+def _flexible_attention(recording: Recording, _: Callable[..., Any], *args: Any, **__: Any) -> tuple[Tensor, ...]:
+    """Computes `flex_attention` by the kernels of other attention. The function of its mask may depend on values."""
+    query, key, value, _, mask, scale = args[:6]
+    is_masked = getattr(mask[-1], "__name__", "") != "noop_mask"
+    text = "flex_attention takes the time of flash attention"
+    recording.log.assume(f"{text}, and its mask that of a causal one" if is_masked else text)
+    given = {"is_causal": is_masked, "scale": scale}
+    out = attention(nn.functional.scaled_dot_product_attention, (query, key, value), given)
+    sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+    return out, sums, sums
 
 
 def _name_groups(
