@@ -1,6 +1,9 @@
 """Objects that do not fit a checkpoint: one clear line each, on all ranks, and nothing has changed."""
 
 import copy
+import re
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 
 import echelon
 from echelon.checkpoint import PerRank, Store
+from echelon.cli import main
 from echelon.errors import CheckpointError, EchelonError, InvalidArgument, UnsupportedOp
 from tests.helpers.models import fill
 
@@ -146,9 +150,73 @@ def test_a_value_that_was_not_saved(store):
     refused(
         lambda: store.load(model=model, scheduler=scheduler),
         InvalidArgument,
-        "the checkpoint of step 4 has no scheduler: leave it out, or pass strict=False",
+        "the checkpoint of step 4 has no scheduler: it has model, optimizer; pass it by the name of the save, leave it "
+        "out, or pass strict=False",
     )
     assert store.load(model=model, scheduler=scheduler, strict=False) == 4
+
+
+def test_an_object_under_another_name_or_of_another_kind(store):
+    model = make()
+    optimizer = trained(model)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    store.save(5, model=model, ema=make(), optim=optimizer, sched=scheduler, generators=torch.Generator())
+    there = "There are model, ema, optim, generators, sched; pass it by the name of the save,"
+    cases = [
+        ({"optimizer": optimizer}, f"has no optimizer: did you mean optim? {there} leave it out, or pass strict=False"),
+        ({"scheduler": scheduler}, f"has no scheduler: did you mean sched? {there} leave it out, or pass strict=False"),
+    ]
+    for given, message in cases:
+        refused(
+            lambda given=given: store.load(model=model, **given), InvalidArgument, f"the checkpoint of step 5 {message}"
+        )
+        assert store.load(model=model, **given, strict=False) == 5
+    # It was advised, and refused as well.
+    for strict in (True, False):
+        refused(
+            lambda strict=strict: store.load(mode=model, strict=strict),
+            InvalidArgument,
+            f"the checkpoint of step 5 has no mode: did you mean model? {there} or leave it out",
+        )
+    advice = "in the checkpoint of step 5: pass what was saved, leave it out, or pass strict=False"
+    refused(
+        lambda: store.load(model=model, optim=scheduler),
+        InvalidArgument,
+        f"optim is an object with a state_dict here and an optimizer {advice}",
+    )
+    refused(
+        lambda: store.load(model=model, ema=optimizer),
+        InvalidArgument,
+        f"ema is an optimizer here and a model {advice}",
+    )
+    refused(
+        lambda: store.load(sched=model),
+        InvalidArgument,
+        "sched is a model here and an object with a state_dict in the checkpoint of step 5: pass what was saved, or "
+        "leave it out",
+    )
+    store.save(6, extra={"epoch": 3})
+    refused(
+        lambda: store.load(model=model),
+        InvalidArgument,
+        "the checkpoint of step 6 has no model and no other object: save it first, or leave it out",
+    )
+
+
+def test_objects_without_a_name(store):
+    model = make()
+    for arguments in ((5, model), (model, 5)):
+        refused(
+            lambda arguments=arguments: store.save(*arguments),
+            InvalidArgument,
+            "objects are passed by name: store.save(step, model=model, optimizer=optimizer)",
+        )
+    for argument in (model, 4):
+        refused(
+            lambda argument=argument: store.load(argument),
+            InvalidArgument,
+            "objects are passed by name: store.load(model=model, optimizer=optimizer), and an older step as step=20",
+        )
 
 
 def nested(depth):
@@ -425,3 +493,119 @@ def test_a_call_of_one_rank_alone_says_that_every_rank_makes_it(call, others, tm
     kind = echelon.DeadlockError if others == "return" else echelon.CollectiveMismatch
     with pytest.raises(kind, match=rf"\(part of Store\.{call}, which every rank calls\)"):
         echelon.simulate(alone, 2)
+
+
+# Going back to an older step
+
+
+def go_back(group, path):
+    """Goes on from step 2 of three, and saves step 3 once more. Returns the errors and what the next load takes."""
+    store, model, errors = Store(path), make(), []
+    for step in (2, 4, 6):
+        store.save(step, model=model)
+    for step, wait in ((3, True), (5, False)):
+        assert store.load(model=model, step=2) == 2
+        try:
+            store.save(step, model=model, wait=wait)
+        except InvalidArgument as error:
+            errors.append(str(error))
+    store.save(6, model=model, wait=False)
+    store.save(7, model=model)
+    store.close()
+    return [*errors, store.steps()]
+
+
+def test_a_step_that_is_older_than_the_newest_is_refused_on_all_ranks(run, tmp_path):
+    path = tmp_path / "run 1"
+    for rank, found in enumerate(run(go_back, 2, str(path))):
+        of_rank = "rank 0: " * (rank > 0)
+        assert found == [
+            *(
+                f"{of_rank}step {step} is older than step 6 in {path}, which the next load() would take: remove "
+                f"the newer ones with `echelon checkpoint remove '{path}' {newer}`, or save into another folder"
+                for step, newer in ((3, "4 6"), (5, "6"))
+            ),
+            [2, 4, 6, 7],
+        ]
+
+
+def test_the_newest_step_is_the_one_that_a_load_would_take(store):
+    for step in (5, 6):
+        store.save(step, model=make())
+    for step in range(8, 18):
+        store.save(step, model=make())
+    # A load skips it.
+    (Path(store.path) / "step-00000017" / "manifest.json").unlink()
+    with pytest.raises(InvalidArgument, match=r"step 16 in .*, .* remove .* 8 9 10 11 12 13 14 15 \.\.\.`, or"):
+        store.save(7, model=make())
+    # The folder is free for the command, while this program goes on.
+    assert main(["checkpoint", "remove", store.path, *map(str, range(8, 17))]) == 0
+    store.save(7, model=make())
+    with pytest.warns(UserWarning, match="step 7 is the newest that can be read"):
+        assert store.load(model=make()) == 7
+
+
+def test_a_load_of_an_older_step_says_that_saves_before_the_newest_will_be_refused(store):
+    store.save(5, model=make())
+    model = make()
+    assert store.load(model=model, step=4) == 4  # of the weights alone: no run goes on
+    text = re.escape(
+        f"step 4 is loaded, and {store.path} has step 5, so a save of a step before that will be refused: remove the "
+        f"newer ones with `echelon checkpoint remove {store.path} 5`, or save into another folder"
+    )
+    with pytest.warns(UserWarning, match=f"^{text}$") as caught:
+        store.load(model=model, optimizer=torch.optim.AdamW(model.parameters()), step=4)
+    assert caught[0].filename == __file__
+
+
+# Gradients of no_sync
+
+
+def save_between_backwards(group, path, when):
+    """Saves in a step of two backwards. Returns the warnings of this rank."""
+    ddp = echelon.DDP(make(), group)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    store, batch = Store(path), torch.ones(2, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ddp.no_sync():
+            ddp(batch).sum().backward()
+        if when == "between":
+            store.save(1, model=ddp)
+        elif when == "after zero_grad":
+            optimizer.zero_grad()
+            store.save(1, model=ddp)
+        elif when == "after a step under no_sync":
+            group.all_reduce_coalesced([each.grad for each in ddp.parameters()], "mean")
+            optimizer.step()
+            store.save(1, model=ddp)
+        ddp(batch).sum().backward()
+        if when == "after a backward":
+            store.save(1, model=ddp)
+        optimizer.step()
+        if when == "after":
+            store.save(1, model=ddp)
+        if when == "after sync_gradients":
+            with ddp.no_sync():
+                ddp(batch).sum().backward()
+            ddp.sync_gradients()
+            store.save(1, model=ddp)
+    store.close()
+    return [(str(each.message), each.filename) for each in caught if "zero_grad" not in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        *("between", "after zero_grad", "after a step under no_sync", "after a backward", "after"),
+        "after sync_gradients",
+    ],
+)
+def test_a_save_between_two_backwards_under_no_sync_warns_that_it_has_no_gradients(when, run, tmp_path):
+    text = (
+        "step 1 is saved without the gradients that backward has accumulated under no_sync(), and a run that goes on "
+        "from it would lose them: save after the optimizer's step"
+    )
+    first, second = run(save_between_backwards, 2, str(tmp_path), when)
+    assert first == ([(text, __file__)] if when == "between" else [])
+    assert second == []

@@ -5,6 +5,7 @@ import warnings
 import pytest
 
 import echelon
+from echelon.checkpoint.claim import remove
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.saving import Saver
 from tests.helpers.checkpoints import load, same, state_of, tensors_of
@@ -68,3 +69,26 @@ def test_a_crash_anywhere(num_states, exchanges):
         for number in range(num_states):
             # All places first, then each again with another fate of the calls that were not synced.
             check_after_crash(disk, number % (len(disk.log) + 1), number)
+
+
+def test_a_crash_while_steps_are_removed():
+    """The steps that are left are whole, and the step that stays is among them."""
+    disk = CrashingDisk()
+    disk.make_folder("/runs")
+    disk.sync_folder("/")
+    saver = Saver("/runs/gpt", fs=disk)
+    for step in (1, 2, 3):
+        saver.save(step, state_of(tensors_of(step)))
+    saved = len(disk.log)
+    remove(Folder("/runs/gpt", disk), [2, 3])
+    for count in range(saved, len(disk.log) + 1):
+        for seed in range(8):
+            after = disk.replayed(count)[0].crashed(seed)
+            folder = Folder("/runs/gpt", after)
+            steps = folder.steps()
+            assert set(steps) in ({1, 2, 3}, {1, 3}, {1})
+            assert [problem for step in steps for problem in folder.verify(step)] == []
+            step, tensors = load("/runs/gpt", fs=after)
+            assert (step, same(tensors, tensors_of(step))) == (steps[-1], True)
+    assert steps == [1]
+    check_next_save(after)

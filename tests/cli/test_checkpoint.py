@@ -1,6 +1,10 @@
-"""`echelon checkpoint ls` and `verify`."""
+"""`echelon checkpoint ls`, `verify` and `remove`."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -72,3 +76,50 @@ def test_folders_without_checkpoints(tmp_path, capsys):
 
 def test_verify_needs_no_torch(folder):
     assert "torch" not in imported_by("checkpoint", "verify", str(folder))
+
+
+def test_remove(folder, capsys):
+    name = str(folder)
+    saver = Saver(folder)
+    saver.save(20, state_of({"weight": torch.ones(4)}))
+    command = [sys.executable, "-m", "echelon", "checkpoint", "remove", name, "20"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        *(1, ""),
+        f"echelon: process {os.getpid()} on {socket.gethostname()} saves into {folder}: stop it, or use another "
+        "folder\n",
+    )
+    saver.close()
+    assert refusal(capsys, "checkpoint", "remove", name, "20", "30", statuses=(1,)) == (
+        f"{folder} has no checkpoint of step 30: it has 5, 10, 20"
+    )
+    assert refusal(capsys, "checkpoint", "remove", name, "-5") == (
+        "No such option: -5: see `echelon checkpoint remove --help`"
+    )
+    (folder / "step-00000005" / "notes.txt").write_text("the best so far")
+    assert refusal(capsys, "checkpoint", "remove", name, "5", statuses=(1,)) == (
+        f"{folder}/step-00000005 has notes.txt, which is of no checkpoint: move it away first"
+    )
+    (folder / "step-00000005" / "notes.txt").unlink()
+    assert printed(capsys, "checkpoint", "remove", name, "20", "10", "20") == (
+        f"step 10: removed\nstep 20: removed\nthe newest step in {folder} is 5\n"
+    )
+    (folder / "step-00000005" / "manifest.json").write_text("damaged")
+    assert printed(capsys, "checkpoint", "remove", name, "5") == f"step 5: removed\n{folder} has no checkpoint left\n"
+    assert os.listdir(folder) == [".lock"]
+
+
+def test_remove_leaves_other_folders_alone(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("")
+    assert refusal(capsys, "checkpoint", "remove", str(tmp_path), "5", statuses=(1,)) == (
+        f"{tmp_path} has no checkpoint: give a folder in which a job saves"
+    )
+    assert os.listdir(tmp_path) == ["notes.txt"]
+    assert refusal(capsys, "checkpoint", "remove", str(tmp_path / "no"), "5") == (
+        f"cannot read {tmp_path}/no: there is no such folder; give the one in which a job saves"
+    )
+    assert not (tmp_path / "no").exists()
+
+
+def test_remove_needs_no_torch(folder):
+    assert "torch" not in imported_by("checkpoint", "remove", str(folder), "10")

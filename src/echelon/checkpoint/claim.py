@@ -12,12 +12,14 @@ import contextlib
 import errno
 import os
 import signal
+from collections.abc import Sequence
 
-from echelon.checkpoint.commit import bring_back, clear, is_records, prepare, set_aside
+from echelon.checkpoint.commit import bring_back, clear, is_records, prepare, remove_step, set_aside
+from echelon.checkpoint.folder import Folder, failed_to
 from echelon.checkpoint.fs import FileSystem
 from echelon.checkpoint.lock import Lock, holder_of, is_alive, is_held, wait_until, who_holds
 from echelon.checkpoint.priority import restore
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, FileError
 
 PATIENCE = 60.0
 """Seconds in which the writers of a job that has ended may commit."""
@@ -50,6 +52,29 @@ def claim(fs: FileSystem, folder: str, patience: float = PATIENCE) -> Lock:
         lock.close()
         raise
     return lock
+
+
+def remove(folder: Folder, steps: Sequence[int]) -> None:
+    """Removes checkpoints of a folder into which no job saves. Nothing is removed if one of them is not there.
+
+    Raises:
+        CheckpointError: there is no such step, another job saves into the folder, or a step has a file of others.
+        FileError: the folder cannot be used, or a step cannot be removed.
+    """
+    run = os.urandom(8).hex()
+    try:
+        lock = claim(folder.fs, folder.path)
+    except FileError:  # also an OSError
+        raise
+    except OSError as error:
+        raise failed_to("use", folder.path, error) from None
+    try:
+        for step in steps:
+            folder.check_named(step)
+        for step in steps:
+            remove_step(folder.fs, folder.path, step, run)
+    finally:
+        lock.close()
 
 
 def settle_before_reading(fs: FileSystem, folder: str, patience: float = PATIENCE) -> None:

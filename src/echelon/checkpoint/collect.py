@@ -25,7 +25,7 @@ from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.run.pipeline import Pipeline
 
-_TAKEN = {"random", "hook"}
+TAKEN = {"random", "hook"}
 """Names under which a checkpoint has the process's random states, and the state of a gradient hook."""
 
 
@@ -82,7 +82,7 @@ class Objects:
             if not isinstance(one, nn.Module | Pipeline | optim.Optimizer) and one is not None
         }
         for name, one in found.items():
-            if name in _TAKEN:
+            if name in TAKEN:
                 raise InvalidArgument(f"{name}= is a name of the checkpoint's own: pass it as my_{name}=")
             check_stateful(one, name)
         return found

@@ -6,6 +6,7 @@ rename gives it its name. Every removal begins with the opposite rename. So a fo
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from echelon.checkpoint.folder import Folder, failed_to, step_name
@@ -173,13 +174,24 @@ def remove_old(fs: FileSystem, folder: str, step: int, run: str, keep: int | Non
         return
     others = [each.step for each in Folder(folder, fs).found() if each.manifest is not None and each.step != step]
     for old in others[keep - 1 :]:  # the newest come first, and the new step is one of those to keep
-        path, draft = f"{folder}/{step_name(old)}", draft_of(folder, old, run)
-        try:
-            if not all(_OURS.fullmatch(name) for name in fs.list_folder(path)):
-                continue
-            fs.rename(path, draft)
-            # Before its files go: a crash would leave a checkpoint that has lost some.
-            fs.sync_folder(folder)
-            remove_draft(fs, draft)
-        except OSError as error:
-            raise failed_to("remove", path, error) from None
+        with contextlib.suppress(CheckpointError):
+            remove_step(fs, folder, old, run)
+
+
+def remove_step(fs: FileSystem, folder: str, step: int, run: str) -> None:
+    """Removes the checkpoint of a step, whole or damaged.
+
+    Raises:
+        CheckpointError: somebody has put another file into its folder.
+        FileError: it cannot be removed.
+    """
+    path, draft = f"{folder}/{step_name(step)}", draft_of(folder, step, run)
+    try:
+        if others := sorted(name for name in fs.list_folder(path) if not _OURS.fullmatch(name)):
+            raise CheckpointError(f"{path} has {others[0]}, which is of no checkpoint: move it away first")
+        fs.rename(path, draft)
+        # Before its files go: a crash would leave a checkpoint that has lost some.
+        fs.sync_folder(folder)
+        remove_draft(fs, draft)
+    except OSError as error:
+        raise failed_to("remove", path, error) from None

@@ -6,8 +6,9 @@ import contextlib
 import errno
 import os
 import re
+import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from echelon.checkpoint.blocks import CheckedFile, read_file
@@ -105,6 +106,14 @@ class Folder:
         """
         return sorted(each.step for each in self.found() if each.manifest is not None)
 
+    def newer_than(self, step: int) -> list[int]:
+        """Returns the steps above one that can be loaded, in rising order. Reads no manifest of the others.
+
+        Raises:
+            FileError: the folder is a file, or it or a manifest cannot be read.
+        """
+        return sorted(each for each in self._named() if each > step and self.look(each).manifest is not None)
+
     def newest(self) -> Manifest | None:
         """Returns the newest manifest; None if there is no checkpoint. Warns of damaged ones that are newer.
 
@@ -132,14 +141,18 @@ class Folder:
             CheckpointError: there is none, or it is damaged.
             FileError: it cannot be read.
         """
-        if step not in self._named():
-            steps = self.steps()
-            have = f"it has {', '.join(map(str, steps[-8:]))}" if steps else "it has none"
-            raise CheckpointError(f"{self.path} has no checkpoint of step {step}: {have}")
+        self.check_named(step)
         each = self.look(step)
         if each.manifest is None:
             raise CheckpointError(each.problem if each.is_newer else each.problem + self.advice(step))
         return each.manifest
+
+    def check_named(self, step: int) -> None:
+        """Raises CheckpointError if there is no checkpoint of a step, not even a damaged one."""
+        if step not in self._named():
+            steps = self.steps()
+            have = f"it has {', '.join(map(str, steps[-8:]))}" if steps else "it has none"
+            raise CheckpointError(f"{self.path} has no checkpoint of step {step}: {have}")
 
     def advice(self, step: int) -> str:
         """Returns the end of a message about a damaged step: the newest older one that is complete, if there is one."""
@@ -218,6 +231,13 @@ class Folder:
             return sorted(set(self.fs.list_folder(folder)) - known)
         except OSError as error:
             raise failed_to("read", folder, error) from None
+
+
+def how_to_go_back(path: str, newer: Sequence[int]) -> str:
+    """Returns the advice to a run that goes on from an older step than the newest: [30] or [20, 30] are newer."""
+    steps = " ".join(map(str, newer[:8])) + " ..." * (len(newer) > 8)
+    command = f"echelon checkpoint remove {shlex.quote(path)} {steps}"
+    return f"remove the newer ones with `{command}`, or save into another folder"
 
 
 def failed_to(act: str, path: str, error: OSError) -> FileError:

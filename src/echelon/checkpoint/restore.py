@@ -14,7 +14,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.collect import Objects, describe_or_fail, place_of
+from echelon.arguments import choices
+from echelon.checkpoint.collect import TAKEN, Objects, describe_or_fail, place_of
 from echelon.checkpoint.contents import check_contents
 from echelon.checkpoint.encoding import decode, tensor_names
 from echelon.checkpoint.model import ModelTensors, Place, ranges_of, tensors_of
@@ -28,6 +29,8 @@ from echelon.data_parallel.zero import ZeroOptimizer
 from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.run.weights import give_memory
+
+_OTHER = "an object with a state_dict"
 
 
 class Source(Protocol):
@@ -188,8 +191,8 @@ def _compare_models(source: Source, told: Sequence[Mapping[str, Any]], prefixes:
     covered: set[str] = set()
     can_go_by_names = strict
     models = cast("dict[str, list[str]]", source.data["models"])
-    for prefix in sorted(prefixes - set(models)):
-        raise _absent(source, prefix.removesuffix("/") or "model")
+    for prefix in sorted(prefixes - set(models)):  # even without `strict`: all of its values would be missing
+        raise _absent(source, prefix.removesuffix("/") or "model", "a model", or_not_strict=False)
     for each in told:
         for name, (stored, shape, dtype) in each["tensors"].items():
             if not stored:
@@ -230,7 +233,7 @@ def _match_groups(
     for section, mine in live.groups.items():
         if section not in kinds:
             if strict:
-                raise _absent(source, section)
+                raise _absent(source, section, "an optimizer")
             continue
         kind = kind_of(live.objects.optimizers[section])
         if kinds[section] and kind != kinds[section] and strict:  # an imported checkpoint has none
@@ -253,8 +256,21 @@ def _match_groups(
     return found
 
 
-def _absent(source: Source, name: str) -> InvalidArgument:
-    return InvalidArgument(f"the checkpoint of step {source.step} has no {name}: leave it out, or pass strict=False")
+def _absent(source: Source, name: str, kind: str, *, or_not_strict: bool = True) -> InvalidArgument:
+    """Returns the error for an object that was not saved, or not under its name, with the names that were."""
+    data = cast("dict[str, dict[str, Json]]", source.data)
+    saved = {prefix.removesuffix("/") or "model": "a model" for prefix in data["models"]}
+    saved |= dict.fromkeys(data["kinds"], "an optimizer")
+    others = {one for values in (data["shared"], *source.own) for one in values if "/" not in one} - TAKEN
+    saved |= dict.fromkeys(sorted(others), _OTHER)
+    if name in saved:
+        text = f"{name} is {kind} here and {saved[name]} in the checkpoint of step {source.step}: pass what was saved, "
+    elif saved:
+        there = choices(name, saved, "it has")
+        text = f"the checkpoint of step {source.step} has no {name}: {there}; pass it by the name of the save, "
+    else:
+        text = f"the checkpoint of step {source.step} has no {name} and no other object: save it first, "
+    return InvalidArgument(text + ("leave it out, or pass strict=False" if or_not_strict else "or leave it out"))
 
 
 def _check_shapes(source: Source, live: _Live, section: str) -> None:
@@ -318,7 +334,7 @@ def _read_values(live: _Live, strict: bool) -> None:
                 "leave it out and place it by the step, or pass strict=False"
             )
         elif strict:
-            raise _absent(source, name)
+            raise _absent(source, name, _OTHER)
     found |= {name: (own[name], f"@{live.own_rank}") for name in optional if name in own}
     for name, data in cast("dict[str, Json]", source.data["extra_state"]).items():
         if any(name in each.extra_state for each in live.models.values()):

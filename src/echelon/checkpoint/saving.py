@@ -20,7 +20,7 @@ from echelon.checkpoint.background import BackgroundWriter, SharedBuffer
 from echelon.checkpoint.blocks import write_file
 from echelon.checkpoint.claim import claim
 from echelon.checkpoint.commit import clear, commit, draft_of, record_of, remove_draft, remove_old, writers_of
-from echelon.checkpoint.folder import failed_to
+from echelon.checkpoint.folder import Folder, failed_to, how_to_go_back
 from echelon.checkpoint.fs import Disk, FileSystem
 from echelon.checkpoint.image import blocks, fill
 from echelon.checkpoint.lock import FileLock, Lock, is_held
@@ -134,7 +134,8 @@ class Saver:
         Raises:
             FileError: a file cannot be written on some rank, or could not in the last save. All ranks raise it.
             CheckpointError: this or the last save failed for another reason. All ranks raise it.
-            InvalidArgument: ranks save different steps or tensors, or `step` is no number of at least 0.
+            InvalidArgument: ranks save different steps or tensors, or `step` is no number of at least 0, or older than
+                a checkpoint of the folder. All ranks raise it.
             UnsupportedOp: a dtype that cannot be stored.
         """
         if not is_count(step) or step >= _MAX_STEP:
@@ -202,13 +203,25 @@ class Saver:
         return self._group is not None and self._group.backend.name == "simulated"
 
     def _begin(self, step: int) -> None:
-        """Makes the draft of a step, on rank 0."""
+        """Makes the draft of a step, on rank 0.
+
+        Raises:
+            InvalidArgument: the folder has a newer step.
+        """
         if self._rank:
             return
         if self._lock is None:
             self._lock = claim(self._fs, self.path)
         else:
             clear(self._fs, self.path)  # a save that failed may have left its draft, as on a full disk
+        if newer := Folder(self.path, self._fs).newer_than(step):
+            # Given free, so that they can be removed while this program waits.
+            self._lock.close()
+            self._lock = None
+            raise InvalidArgument(
+                f"step {step} is older than step {newer[-1]} in {self.path}, which the next load() would take: "
+                f"{how_to_go_back(self.path, newer)}"
+            )
         self._fs.make_folder(draft_of(self.path, step, self._run))
 
     def _write(self, manifest: Manifest, plan: Plan, state: State) -> None:

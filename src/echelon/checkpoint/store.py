@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Never
 
 from echelon.arguments import check_path, is_count, named
 from echelon.checkpoint.collect import Objects, collect
-from echelon.checkpoint.folder import Folder
+from echelon.checkpoint.folder import Folder, how_to_go_back
 from echelon.checkpoint.groups import group_of
 from echelon.checkpoint.loading import open_checkpoint
+from echelon.checkpoint.model import wrapped_by
 from echelon.checkpoint.restore import restore
 from echelon.checkpoint.saving import Handle, Saver
-from echelon.errors import CheckpointError, InvalidArgument
+from echelon.checkpoint.together import rank_of
+from echelon.errors import CheckpointError, FileError, InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch.environment import is_rank
 
@@ -62,7 +66,7 @@ class Store:
     def save(
         self,
         step: int,
-        *,
+        *unnamed: Never,
         model: object = None,
         optimizer: object = None,
         scheduler: object = None,
@@ -76,7 +80,9 @@ class Store:
         """Saves a checkpoint. Every rank must call it, between two optimizer steps.
 
         Args:
-            step: number of the checkpoint, such as that of the training step.
+            step: number of the checkpoint, such as that of the training step. Not below that of a complete checkpoint
+                in the folder, which the next load would take. One of the same step is replaced.
+            unnamed: objects without a name. They are refused.
             model: a module, DistributedDataParallel or Pipeline, compiled or not.
             optimizer: an optimizer of its parameters.
             scheduler, scaler: a learning rate scheduler and a GradScaler.
@@ -91,11 +97,14 @@ class Store:
             A handle, whose `wait` blocks until the checkpoint is on disk.
 
         Raises:
-            InvalidArgument: an argument cannot be stored, or a launcher has started several ranks, which have no group.
+            InvalidArgument: an argument cannot be stored, the folder has a newer step, or a launcher has started
+                several ranks, which have no group.
             UnsupportedOp: a tensor has no values of its own.
             CheckpointError: it could not be written, on this or another rank; or an earlier save without `wait`.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather_object`.
         """
+        if unnamed:
+            raise InvalidArgument("objects are passed by name: store.save(step, model=model, optimizer=optimizer)")
         if not is_count(step):
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0")
         objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
@@ -105,11 +114,20 @@ class Store:
             raise InvalidArgument("there is no group yet: call group = echelon.init() before the first save")
         with _within("Store.save", group):
             found = collect(objects, group)
-            return self._open(group).save(step, found.state, wait=wait, seed=found.seed, layout=found.layout)
+            handle = self._open(group).save(step, found.state, wait=wait, seed=found.seed, layout=found.layout)
+        # Last, here and in `load`: a warning may be an error of one rank, which the others must not wait for.
+        parts = filter(None, map(wrapped_by, objects.models.values()))
+        if any(each.has_unused for each in parts) and rank_of(group) == 0:
+            warnings.warn(
+                f"step {step} is saved without the gradients that backward has accumulated under no_sync(), and a run "
+                "that goes on from it would lose them: save after the optimizer's step",
+                stacklevel=2,
+            )
+        return handle
 
     def load(
         self,
-        *,
+        *unnamed: Never,
         model: object = None,
         optimizer: object = None,
         scheduler: object = None,
@@ -127,6 +145,7 @@ class Store:
         run goes on, so the process's random states are set as well.
 
         Args:
+            unnamed: objects without a name. They are refused.
             model, optimizer, scheduler, scaler, generators, loader, others: as `save` got them, in any layout. Leave
                 out objects that are not to be loaded. A model on the meta device gets memory.
             extra: dict that gets the saved values.
@@ -140,6 +159,10 @@ class Store:
             FileError: the folder cannot be read.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather_object`.
         """
+        if unnamed:
+            raise InvalidArgument(
+                "objects are passed by name: store.load(model=model, optimizer=optimizer), and an older step as step=20"
+            )
         if step is not None and not is_count(step):
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0, or None for the newest")
         objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
@@ -150,6 +173,8 @@ class Store:
                 objects.check()  # now, rather than at the first save
                 return None
             restore(source, objects, group, strict=strict)
+        if step is not None and optimizer is not None and rank_of(group) == 0:
+            self._warn_of_newer(step)
         return source.step
 
     def steps(self) -> list[int]:
@@ -176,6 +201,15 @@ class Store:
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()
+
+    def _warn_of_newer(self, step: int) -> None:
+        with contextlib.suppress(FileError):  # the checkpoint is loaded
+            if newer := Folder(self._path).newer_than(step):
+                warnings.warn(
+                    f"step {step} is loaded, and {self._path} has step {newer[-1]}, so a save of a step before that "
+                    f"will be refused: {how_to_go_back(self._path, newer)}",
+                    stacklevel=3,
+                )
 
     def _group_of(self, objects: Objects) -> ProcessGroup | None:
         return self._group if self._group is not None else group_of(objects.model, objects.optimizer)

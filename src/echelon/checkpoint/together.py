@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 
 from echelon.checkpoint.folder import failed_to
 from echelon.checkpoint.writer import failure
-from echelon.errors import CheckpointError, EchelonError, FileError
+from echelon.errors import CheckpointError, EchelonError, FileError, InvalidArgument
 from echelon.group import ProcessGroup
 
 Result = TypeVar("Result")
+_KINDS = {"file": FileError, "argument": InvalidArgument, "checkpoint": CheckpointError}
+"""Errors of other ranks, by the kind that `failure` gives them."""
 
 
 def gather(group: ProcessGroup | None, value: Any) -> list[Any]:
@@ -34,6 +36,7 @@ def together(group: ProcessGroup | None, act: Callable[[], Result], path: str = 
     Raises:
         Exception: the act failed on this rank.
         FileError: it failed on another rank, or here with an OSError.
+        InvalidArgument: it failed on another rank with one.
         CheckpointError: it failed on another rank for another reason.
     """
     error: Exception | None = None
@@ -59,9 +62,10 @@ def raise_first(outcomes: Sequence[Mapping[str, Any] | None]) -> None:
 
     Raises:
         FileError: it was one of the file system.
+        InvalidArgument: it was a wrong argument.
         CheckpointError: it was something else.
     """
     for rank, outcome in enumerate(outcomes):
         if outcome is not None and "error" in outcome:
             where = f"rank {rank}: " if len(outcomes) > 1 else ""
-            raise (FileError if outcome["kind"] == "file" else CheckpointError)(where + outcome["error"])
+            raise _KINDS[outcome["kind"]](where + outcome["error"])

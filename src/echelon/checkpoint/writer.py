@@ -20,7 +20,7 @@ from echelon.checkpoint.fs import Disk
 from echelon.checkpoint.lock import note, noted, wait_for_end, who_holds
 from echelon.checkpoint.manifest import encode, file_name
 from echelon.checkpoint.priority import lower
-from echelon.errors import CheckpointError, EchelonError, FileError, summarize
+from echelon.errors import CheckpointError, EchelonError, FileError, InvalidArgument, summarize
 from echelon.launch.report import note_checkpoint
 
 
@@ -52,7 +52,9 @@ def main(memory: int, record: int, job: int) -> None:
 
 def failure(error: BaseException) -> dict[str, Any]:
     """Returns the error of one rank as JSON-like data that all ranks can raise."""
-    kind = "file" if isinstance(error, FileError) else "checkpoint"
+    kind = (
+        "file" if isinstance(error, FileError) else "argument" if isinstance(error, InvalidArgument) else "checkpoint"
+    )
     return {"error": str(error) if isinstance(error, EchelonError) else summarize(error), "kind": kind}
 
 

@@ -1,4 +1,4 @@
-"""`echelon checkpoint`: lists, checks and converts the checkpoints of a folder."""
+"""`echelon checkpoint`: lists, checks, removes and converts the checkpoints of a folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from echelon.checkpoint.claim import remove as remove_steps
 from echelon.checkpoint.folder import Folder, Found
 from echelon.cli.options import Json
 from echelon.cli.output import print_table, to_json, working, write
@@ -63,6 +64,29 @@ def verify(path: Path, step: Step = None, as_json: Json = False) -> int:
             for problem in problems[each]:
                 write(console, f"  {problem}", "bold red")
     return int(not steps or any(problems.values()))
+
+
+def remove(
+    path: Path,
+    steps: Annotated[list[str], typer.Argument(metavar="STEP", help="Steps to remove, such as 20 30.")],
+) -> None:
+    """Removes checkpoints, such as the newer ones before a run goes on from an older one.
+
+    No job may save into the folder meanwhile. If one of the steps is not there,
+    nothing is removed.
+    """
+    if (wrong := next((each for each in steps if not each.isdecimal()), None)) is not None:
+        raise InvalidArgument(f"{wrong!r} is not the number of a step: give one or more, such as 20 30")
+    numbers = sorted(set(map(int, steps)))
+    folder = _folder(path)
+    if next(folder.found(), None) is None:  # asked first: a lock is a file, which no other folder should get
+        raise CheckpointError(f"{path} has no checkpoint: give a folder in which a job saves")
+    with working(f"removing {counted(len(numbers), 'checkpoint')}"):
+        remove_steps(folder, numbers)
+    for step in numbers:
+        print(f"step {step}: removed")
+    left = folder.steps()
+    print(f"the newest step in {path} is {left[-1]}" if left else f"{path} has no checkpoint left")
 
 
 def export(

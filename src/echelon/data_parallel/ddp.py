@@ -244,11 +244,15 @@ class Unwrapped(NamedTuple):
     group: ProcessGroup
     hook: GradientHook | None
     reducer: GradientReducer
+    has_unused: bool
+    """Whether it has gradients from backwards under `no_sync` that no optimizer step has used."""
 
 
 def unwrap(wrapper: DistributedDataParallel) -> Unwrapped:
     """Returns the parts of a wrapper. Not a method: it would hide an attribute of the module of this name."""
-    return Unwrapped(wrapper.module, wrapper._group, wrapper._sync.hook, wrapper._sync.reducer)
+    sync = wrapper._sync
+    has_unused = sync.has_unused and any(each.grad is not None for each in wrapper.module.parameters())
+    return Unwrapped(wrapper.module, wrapper._group, sync.hook, sync.reducer, has_unused)
 
 
 _OF_TORCH = {

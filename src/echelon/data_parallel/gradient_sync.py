@@ -138,6 +138,8 @@ class GradientSync:
         """Whether the parameters were compared with the snapshot since the last backward."""
         self._has_unreduced = False
         """Whether gradients were accumulated under `no_sync` since the last reduction."""
+        self.has_unused = False
+        """Whether gradients were accumulated under `no_sync` since the last reduction and the last optimizer step."""
         self._watched: ParamSnapshot | None = None
 
     def watch(self) -> None:
@@ -167,7 +169,7 @@ class GradientSync:
     def reduce(self) -> None:
         """Reduces all gradients. Blocks; see `GradientReducer.reduce`."""
         self.joining.announce(Next.REDUCTION)
-        self._is_prepared = self._has_unreduced = False
+        self._is_prepared = self._has_unreduced = self.has_unused = False
         self.reducer.reduce()
 
     def shadow(self, step: Next, src: int) -> None:
@@ -227,7 +229,7 @@ class GradientSync:
         """A gradient has been added to .grad. Launches full buckets."""
         reducer = self.reducer
         if not self.is_on:
-            self._has_unreduced = True
+            self._has_unreduced = self.has_unused = True
             reducer.buckets.store(index)
             return
         if not self._is_armed:
@@ -252,7 +254,7 @@ class GradientSync:
         """
         assert self._watched is not None
         if not self.is_on:
-            self._has_unreduced = True
+            self._has_unreduced = self.has_unused = True
             return
         if self._watched.is_current():
             return  # it is not in the module any more
@@ -278,6 +280,7 @@ class GradientSync:
                 "an optimizer made a step inside of backward, where gradients are not reduced yet: call its step() "
                 "after backward(), not in a hook of a parameter"
             )
+        self.has_unused = False
         self.reducer.counts.num_called_steps += 1
         self.missing_zero_grad.on_step()
 
@@ -299,7 +302,7 @@ class GradientSync:
             return
         rest = torch.tensor(int(self._has_unreduced), device="cpu")
         if reducer.group.all_reduce(rest, "max").item():
-            self._has_unreduced = False
+            self._has_unreduced = self.has_unused = False
             reducer.reduce()
 
     def _on_end(self) -> None:
@@ -308,7 +311,7 @@ class GradientSync:
         reducer.buckets.restore_rounded()
         # No reduction has begun after torch.autograd.grad, which sets no parameter's .grad.
         if reducer.reduction is not None:
-            self._has_unreduced = False
+            self._has_unreduced = self.has_unused = False
             reducer.start()
             # `finish` blocks, so it goes to the end of the queue: other models in this backward start their buckets
             # first. Ranks may come to two models in different orders, and would wait for each other.
