@@ -118,13 +118,13 @@ def no_attribute(owner: str, name: str, known: Iterable[str], meant: Mapping[str
     return AttributeError(text)
 
 
-def check_path(path: object) -> str:
-    """Returns a path as text. Raises InvalidArgument if it is not a path."""
+def check_path(path: object, wanted: str = "the name of a file, such as 'plan.svg'") -> str:
+    """Returns a path as text. Raises InvalidArgument if it is not a path, with the advice to give `wanted`."""
     if not isinstance(path, str | os.PathLike):
-        raise InvalidArgument(f"path is {named(path)}: give the name of a file, such as 'plan.svg'")
+        raise InvalidArgument(f"path is {named(path)}: give {wanted}")
     name = os.fsdecode(path)
     if "\0" in name:
-        raise InvalidArgument(f"path is {name!r}, with a null character: give the name of a file, such as 'plan.svg'")
+        raise InvalidArgument(f"path is {name!r}, with a null character: give {wanted}")
     return name
 
 

@@ -1,6 +1,7 @@
 """Objects that do not fit a checkpoint: one clear line each, on all ranks, and nothing has changed."""
 
 import copy
+import os
 import re
 import warnings
 from pathlib import Path
@@ -609,3 +610,28 @@ def test_a_save_between_two_backwards_under_no_sync_warns_that_it_has_no_gradien
     first, second = run(save_between_backwards, 2, str(tmp_path), when)
     assert first == ([(text, __file__)] if when == "between" else [])
     assert second == []
+
+
+def on_one_step(group, path):
+    """Uses the folder of one step as a store. Returns the errors."""
+    Store(path).save(4, model=make())
+    store, errors = Store(f"{path}/step-00000004/"), []
+    for call in (lambda: store.load(model=make()), lambda: store.save(5, model=make())):
+        try:
+            call()
+        except InvalidArgument as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_the_folder_of_one_step_is_no_store(run, tmp_path):
+    """A load found no checkpoint there, and a run began anew."""
+    path = tmp_path / "run"
+    text = f"{path}/step-00000004 is the checkpoint of step 4 alone: give the folder around it, {path}"
+    for rank, errors in enumerate(run(on_one_step, 2, str(path))):
+        assert errors == [f"{'rank 0: ' * (rank > 0)}{text}"] * 2
+    assert sorted(os.listdir(path / "step-00000004")) == [
+        *("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
+    ]
+    refused(lambda: Store(path / "step-00000004").steps(), InvalidArgument, text)
+    refused(lambda: Store(None), InvalidArgument, "path is None: give a folder, such as 'runs/gpt'")

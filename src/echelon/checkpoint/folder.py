@@ -14,7 +14,7 @@ from typing import NamedTuple
 from echelon.checkpoint.blocks import CheckedFile, read_file
 from echelon.checkpoint.fs import Disk, FileSystem
 from echelon.checkpoint.manifest import MAX_MANIFEST, NAME, Manifest, decode, file_name, is_newer
-from echelon.errors import CheckpointError, FileError
+from echelon.errors import CheckpointError, FileError, InvalidArgument
 
 _STEP = re.compile(r"step-(\d{8,18})")
 
@@ -56,14 +56,23 @@ class Folder:
         """Returns the names in the folder; none if it does not exist.
 
         Raises:
+            InvalidArgument: it is the folder of one step.
             FileError: it is a file, or cannot be read.
         """
         try:
-            return self.fs.list_folder(self.path)
+            names = self.fs.list_folder(self.path)
         except FileNotFoundError:
             return []
         except OSError as error:
             raise failed_to("read", self.path, error) from None
+        around, _, own = self.path.rstrip("/").rpartition("/")
+        # It would seem to have no checkpoint, and a run would begin anew.
+        if NAME in names and (match := _STEP.fullmatch(own)):
+            step = int(match[1])
+            raise InvalidArgument(
+                f"{self.path} is the checkpoint of step {step} alone: give the folder around it, {around or '.'}"
+            )
+        return names
 
     def found(self) -> Iterator[Found]:
         """Yields the folders that are named as steps, the newest first."""

@@ -206,15 +206,17 @@ class Saver:
         """Makes the draft of a step, on rank 0.
 
         Raises:
-            InvalidArgument: the folder has a newer step.
+            InvalidArgument: the folder has a newer step, or is that of one step.
         """
         if self._rank:
             return
+        folder = Folder(self.path, self._fs)
+        folder.names()  # raises for a folder that is to get no lock
         if self._lock is None:
             self._lock = claim(self._fs, self.path)
         else:
             clear(self._fs, self.path)  # a save that failed may have left its draft, as on a full disk
-        if newer := Folder(self.path, self._fs).newer_than(step):
+        if newer := folder.newer_than(step):
             # Given free, so that they can be removed while this program waits.
             self._lock.close()
             self._lock = None

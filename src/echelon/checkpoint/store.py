@@ -43,8 +43,9 @@ class Store:
         Raises:
             InvalidArgument: an argument has a wrong type or value.
         """
-        if not check_path(path):
-            raise InvalidArgument("path is empty: give a folder, such as 'runs/gpt', or '.' for the current one")
+        folder = "a folder, such as 'runs/gpt'"
+        if not check_path(path, folder):
+            raise InvalidArgument(f"path is empty: give {folder}, or '.' for the current one")
         self._path = os.path.abspath(path)
         if keep is not None and not is_count(keep, 1):
             raise InvalidArgument(f"keep={keep!r}: give the number of checkpoints to keep, 1 or more, or None for all")
