@@ -285,10 +285,11 @@ def test_arguments_of_other_types(store, tmp_path):
 @pytest.mark.parametrize("name", ["random", "hook"])
 def test_a_keyword_that_the_checkpoint_needs_itself(store, name):
     model = make()
-    scheduler = torch.optim.lr_scheduler.ConstantLR(trained(model))
+    optimizer = trained(model)
     message = f"{name}= is a name of the checkpoint's own: pass it as my_{name}="
-    refused(lambda: store.save(5, model=model, **{name: scheduler}), InvalidArgument, message)
-    refused(lambda: store.load(model=model, **{name: scheduler}), InvalidArgument, message)
+    for one in (torch.optim.lr_scheduler.ConstantLR(optimizer), optimizer, make()):
+        refused(lambda one=one: store.save(5, model=model, **{name: one}), InvalidArgument, message)
+        refused(lambda one=one: store.load(model=model, **{name: one}), InvalidArgument, message)
     assert store.steps() == [4]
 
 

@@ -122,6 +122,32 @@ def test_companions_go_on_too(hook, tmp_path):
     assert_same_end(simulated(str(tmp_path / "stopped"), 3, STEPS, seed=7), expected, 3)
 
 
+def with_another_hook(group, path):
+    """Loads a run with PowerSGD into other hooks. Returns whether the weights came, and the state of each hook."""
+    hooks = [PowerSGD(1, start_after=1), LocalSGD(2), PowerSGD(1, start_after=1)]
+    ddps = [echelon.DDP(make_net(offset=float(number)), group, hook=hook) for number, hook in enumerate(hooks)]
+    store, saved = Store(path), ddps[0]
+    optimizer = torch.optim.SGD(saved.parameters(), 0.05)
+    for number in range(2):
+        inputs, target = batch(number)
+        nn.functional.cross_entropy(saved(inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    store.save(2, model=saved)
+    found = []
+    for ddp, hook in zip(ddps[1:], hooks[1:], strict=True):
+        assert store.load(model=ddp) == 2
+        same = [torch.equal(value, saved.state_dict()[name]) for name, value in ddp.state_dict().items()]
+        found.append((all(same), sorted(hook.state_dict())))
+    return found, sorted(hooks[0].state_dict())
+
+
+def test_a_hook_of_another_class_begins_without_state(tmp_path):
+    for found, names in echelon.simulate(with_another_hook, 2, (str(tmp_path),)).results:
+        assert found == [(True, ["steps", "weight"]), (True, names)]
+        assert names != ["steps", "weight"]
+
+
 class OtherOrder(nn.Module):
     """Module that runs its layers in another order than it has them. Buckets follow the first once it is learned."""
 

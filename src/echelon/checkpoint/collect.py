@@ -74,16 +74,16 @@ class Objects:
         """Other objects with a state dict, by their keyword.
 
         Raises:
-            InvalidArgument: one has no state_dict and load_state_dict.
+            InvalidArgument: one has no state_dict and load_state_dict, or an object has a name of the checkpoint's own.
         """
         found = {
             name: one
             for name, one in self.others.items()
             if not isinstance(one, nn.Module | Pipeline | optim.Optimizer) and one is not None
         }
+        for name in sorted(TAKEN & set(self.others)):
+            raise InvalidArgument(f"{name}= is a name of the checkpoint's own: pass it as my_{name}=")
         for name, one in found.items():
-            if name in TAKEN:
-                raise InvalidArgument(f"{name}= is a name of the checkpoint's own: pass it as my_{name}=")
             check_stateful(one, name)
         return found
 
@@ -122,6 +122,7 @@ class _Part:
     models: dict[str, ModelTensors] = field(default_factory=dict)
     optimizers: dict[str, OptimizerState] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    """Names of the classes of optimizers and gradient hooks, by their section."""
     shared: dict[str, Encoded] = field(default_factory=dict)
     """Values that are stored once if they are equal on all ranks, else by rank."""
     own: dict[str, Encoded] = field(default_factory=dict)
@@ -228,6 +229,7 @@ def _describe_model(part: _Part, prefix: str, model: ModelTensors) -> None:
             part.progress[prefix] = {"order": list[Json](learned.order), "in_one": learned.in_one}
         if hook is not None and (state := hook.state_dict()):
             part.own[f"{prefix}hook"] = encode(state, f"{prefix}hook")
+            part.kinds[f"{prefix}hook"] = type(hook).__name__
 
 
 def _told(part: _Part) -> dict[str, JsonLike]:

@@ -260,7 +260,7 @@ def _absent(source: Source, name: str, kind: str, *, or_not_strict: bool = True)
     """Returns the error for an object that was not saved, or not under its name, with the names that were."""
     data = cast("dict[str, dict[str, Json]]", source.data)
     saved = {prefix.removesuffix("/") or "model": "a model" for prefix in data["models"]}
-    saved |= dict.fromkeys(data["kinds"], "an optimizer")
+    saved |= dict.fromkeys(data["groups"], "an optimizer")
     others = {one for values in (data["shared"], *source.own) for one in values if "/" not in one} - TAKEN
     saved |= dict.fromkeys(sorted(others), _OTHER)
     if name in saved:
@@ -318,7 +318,10 @@ def _read_values(live: _Live, strict: bool) -> None:
     wanted += [name for name in ("loader", "generators") if getattr(objects, name) is not None]
     if objects.extra is not None:
         wanted += sorted(name for name in {*shared, *by_rank} if name.startswith("extra/"))
-    optional = [f"{prefix}hook" for prefix, each in live.models.items() if each.wrapped and each.wrapped.hook]
+    kinds = cast("dict[str, str]", source.data["kinds"])
+    hooks = {f"{prefix}hook": each.wrapped.hook for prefix, each in live.models.items() if each.wrapped}
+    # The state of a hook of another class says nothing to this one, which begins without.
+    optional = [name for name, hook in hooks.items() if hook and kinds.get(name) in (None, type(hook).__name__)]
     if objects.optimizer is not None:  # a run goes on; a model alone is loaded for use
         optional.append("random")
     found: dict[str, tuple[Json, str]] = {}
