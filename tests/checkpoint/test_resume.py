@@ -191,3 +191,18 @@ def test_processes_go_on_where_others_have_stopped(name, pool, tmp_path):
     expected = pool.run(on_processes, world_size, name, str(tmp_path / "whole"), 0, STEPS)
     pool.run(on_processes, world_size, name, str(tmp_path / "stopped"), 0, 2)
     assert_same_end(pool.run(on_processes, world_size, name, str(tmp_path / "stopped"), 2, STEPS), expected, 2)
+
+
+def load_at_once(group, path):
+    """Loads after saves that are not waited for. Returns the steps."""
+    store, model, found = Store(path), make_net(), []
+    for step in (1, 2, 3):
+        store.save(step, model=model, wait=False)
+        found.append(store.load(model=model))
+    store.close()
+    return found
+
+
+def test_a_load_takes_the_save_that_is_under_way(run, tmp_path):
+    """It took the step before."""
+    assert run(load_at_once, 2, str(tmp_path)) == [[1, 2, 3]] * 2

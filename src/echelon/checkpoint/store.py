@@ -143,7 +143,7 @@ class Store:
         """Loads a checkpoint in place and returns its step. None if there is none. Every rank must call it.
 
         Names, shapes, dtypes and param groups are compared first: if they differ, nothing changes. With `optimizer` the
-        run goes on, so the process's random states are set as well.
+        run goes on, so the process's random states are set as well. A save of this store under way is waited for.
 
         Args:
             unnamed: objects without a name. They are refused.
@@ -156,8 +156,9 @@ class Store:
 
         Raises:
             InvalidArgument: the checkpoint is of another model or optimizer.
-            CheckpointError: a file is damaged, which it names; or there is no checkpoint of `step`.
-            FileError: the folder cannot be read.
+            CheckpointError: a file is damaged, which it names; there is no checkpoint of `step`; or an earlier save
+                without `wait` has failed.
+            FileError: the folder cannot be read, or could not be written to by such a save.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather_object`.
         """
         if unnamed:
@@ -169,6 +170,8 @@ class Store:
         objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
         group = self._group_of(objects)
         with _within("Store.load", group):
+            if self._saver is not None and self._saver_group is group:
+                self._saver.finish()  # else the step before might be taken for the newest
             source = open_checkpoint(self._path, group, step)
             if source is None:
                 objects.check()  # now, rather than at the first save
