@@ -161,6 +161,32 @@ def test_later_groups_have_the_backends_of_the_first(backend):
     assert not any("backend" in each for each in foresee(adds_in_groups, 2, (backend,)).assumptions)
 
 
+def chooses_a_branch(x):
+    return torch.cond(x.sum() > 0, lambda each: each * 2, lambda each: each * 3, (x,))
+
+
+def counts_paths(x):
+    lengths = torch.tensor([4, 4])
+    targets = torch.ones(2, 3, dtype=torch.int64, device="cuda")
+    return nn.functional.ctc_loss(x.view(4, 2, 8).log_softmax(-1), targets, lengths, lengths - 1)
+
+
+def computes(function):
+    layer = nn.Linear(8, 8).cuda()
+    function(layer(torch.ones(8, 8, device="cuda"))).sum().backward()
+
+
+@pytest.mark.parametrize(("name", "function"), [("cond", chooses_a_branch), ("_ctc_loss", counts_paths)])
+def test_an_operator_whose_result_is_unknown_is_refused_at_its_line(name, function):
+    with pytest.raises(UnsupportedOp, match=rf"^{name} at .*test_idioms\.py:\d+: torch cannot tell its result without"):
+        foresee(computes, 1, (function,), gpu="h100")
+
+
+def test_close_tensors_are_an_assumption():
+    seen = foresee(computes, 1, (lambda x: x if torch.allclose(x, x) else None,), gpu="h100")
+    assert any(each.startswith("two tensors are close at ") for each in seen.assumptions)
+
+
 @functools.cache
 def compiled_attention():
     return torch.compile(flex_attention)

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._functorch import peek_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.export import ExportedProgram
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
@@ -17,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Names of torch that are only re-exported.
-__all__ = ["FakeTensor", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["FakeTensor", "HigherOrderOperator", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 # FakeTensor: tensor with a shape, a dtype and a device, but no data.
+# HigherOrderOperator: operator whose arguments are functions, such as torch.cond.
 # tree_...: torch.export flattens inputs and outputs with them. Libraries register their own containers there.
 
 # Without a frame of Python each, because every small operation asks: the depth of the stack of dispatch modes; and the
@@ -136,6 +144,10 @@ def storage_address(storage: torch.UntypedStorage) -> int:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor of this rank inside of a DTensor, without autograd. Other tensors are returned as they are."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+NO_FAKE_RESULT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""Errors of an operator whose result FakeTensorMode cannot tell without values."""
 
 
 class OperatorFacts(NamedTuple):

@@ -48,7 +48,7 @@ _NO_KERNEL = frozenset(
     ]
 )
 """Operators that launch nothing on a GPU."""
-_READS = frozenset({"_local_scalar_dense", "item", "equal", "is_nonzero"})
+_READS = frozenset({"_local_scalar_dense", "allclose", "item", "equal", "is_nonzero"})
 _BY_OUTPUT = frozenset(
     [
         "embedding",

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import (
+    NO_FAKE_RESULT,
     DispatchMode,
     FakeTensor,
+    HigherOrderOperator,
     known_value,
     real_tensors,
     tree_leaves,
@@ -87,6 +89,9 @@ class _Operation(NamedTuple):
 class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of the thread in which it is active. A mode of fake tensors must be active below it."""
 
+    supports_higher_order_operators = True
+    """So that they come here, and get an error with their line."""
+
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
@@ -106,6 +111,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         for kind in types:
             if kind not in _PLAIN:
                 return NotImplemented  # such as DTensor: the operations on its inner tensors come here
+        if isinstance(func, HigherOrderOperator):
+            raise self._unknown(str(func))
         kwargs = kwargs or {}
         facts = operator(func)
         inputs = list(tensors_in(args))
@@ -137,6 +144,12 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
         return self._read(facts, args)
 
+    def _unknown(self, name: str) -> UnsupportedOp:
+        return UnsupportedOp(
+            f"{name} at {self.log.line()}: torch cannot tell its result without values of tensors, which a recorded "
+            "program does not have: foresee the program without it, or run it by echelon simulate"
+        )
+
     def _read(self, facts: Operator, args: Sequence[Any]) -> object:
         """Returns the value of a tensor if it is known, else an assumed one: finite, 1, or true."""
         log = self.log
@@ -145,7 +158,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 return value.item()
         log.entries.append(HostWait(log.stream, -1, log.place()))
         if facts.name != "_local_scalar_dense":
-            log.assume("two tensors are equal")
+            log.assume(f"two tensors are {'close' if facts.name == 'allclose' else 'equal'}")
             return True
         if (value := self.routing.read(args[0])) is not None:
             with real_tensors():
@@ -192,7 +205,10 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             before = [number(each) for each in inputs]
             placement = self._placement if before else None
             where = None if placement is None else placement.of_results(facts.name, inputs, before)
-        out = self._results.run(func, args, kwargs)
+        try:
+            out = self._results.run(func, args, kwargs)
+        except NO_FAKE_RESULT:
+            raise self._unknown(facts.name) from None
         with without_functions():
             self._enter(operation, before, out, where)
             if placement is not None:
