@@ -148,8 +148,9 @@ def __getattr__(name: str) -> object:
     if name not in _WHERE:
         # Python probes a module for names such as __path__.
         known = () if name.startswith("__") else (*__all__, *_SUBMODULES)
-        meant = {"Pipeline": "echelon.pipeline.Pipeline", "Store": "echelon.checkpoint.Store"}
-        raise no_attribute(f"module {__name__!r}", name, known, meant)
+        from echelon._names_of_others import MEANT  # late: only mistakes need it
+
+        raise no_attribute(f"module {__name__!r}", name, known, MEANT)
     _torch_versions.require()  # before a module fails on a name that this torch lacks
     value: object = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value  # cached: Python calls __getattr__ only for missing names

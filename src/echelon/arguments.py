@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
+from typing import Any, TypeVar, cast
 
 from echelon.errors import EchelonError, FileError, InvalidArgument, InvalidWorldSize
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def is_amount(value: object) -> bool:
@@ -34,9 +40,11 @@ MAX_LOCAL_WORLD_SIZE = 4_096
 """Ranks of one world on one host."""
 
 
-def check_world_size(world_size: int, name: str = "world_size", maximum: int = MAX_WORLD_SIZE) -> None:
+def check_world_size(world_size: object, name: str = "world_size", maximum: int = MAX_WORLD_SIZE) -> None:
     """Raises InvalidWorldSize unless `world_size`, given as `name`, is a number of ranks from 1 to `maximum`."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        if callable(world_size):
+            raise InvalidWorldSize(f"{name} is {named(world_size)}: the function comes first, then the number of ranks")
         raise InvalidWorldSize(f"{name}={world_size!r}: a world has at least 1 rank: give 1 or more")
     if world_size > maximum:
         where = "a world" if maximum == MAX_WORLD_SIZE else "one host"
@@ -110,12 +118,61 @@ def no_attribute(owner: str, name: str, known: Iterable[str], meant: Mapping[str
         known: attributes that it has.
         meant: attributes by names that other libraries give them, and texts that begin with a space as advice.
     """
+    advice = _advice(name, known, meant)
+    text = f"{owner} has no attribute {name!r}{': ' if advice else ''}{advice}"
+    return AttributeError(text)
+
+
+def refuse_others(**meant: str) -> Callable[[_Decorated], _Decorated]:
+    """Returns a decorator of a function, or of a class for its constructor, that refuses unknown arguments with advice.
+
+    It raises InvalidArgument for an unknown keyword, for an argument that is given twice, and for a value by position
+    beyond the last place if arguments with names alone are left. Python's own error does not say what to write.
+
+    Args:
+        meant: as for `no_attribute`: arguments by names that other libraries give them, and advice.
+    """
+
+    def decorate(decorated: _Decorated) -> _Decorated:
+        call: Callable[..., Any] = decorated.__init__ if isinstance(decorated, type) else decorated  # type: ignore[misc]
+        parameters = inspect.signature(call).parameters.values()
+        known = [each.name for each in parameters if each.name != "self" and each.kind not in _REST]
+        named_only = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY]
+        kinds = {each.kind for each in parameters}
+        places = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+        most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds or not named_only else len(places)
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+
+        @functools.wraps(call)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name in places[: len(args)]:
+                    order = ", ".join(each for each in places if each != "self")
+                    raise InvalidArgument(f"{name} is given by its place and by its name: the order is {order}")
+                if name not in known and (name in meant or not takes_any):
+                    advice = _advice(name, known, meant) or choices(name, known)
+                    raise InvalidArgument(f"{name} is no argument here: {advice}")
+            if len(args) > most:
+                value = args[int(most)]
+                keywords = meant.get("kwargs", "").strip() if isinstance(value, Mapping) else ""
+                advice = keywords or f"give it by its name, one of {', '.join(named_only)}"
+                raise InvalidArgument(f"{shown(value)} has no place here: {advice}")
+            return call(*args, **kwargs)
+
+        if isinstance(decorated, type):
+            decorated.__init__ = checked  # type: ignore[misc]
+            return decorated
+        return cast("_Decorated", checked)
+
+    return decorate
+
+
+def _advice(name: str, known: Iterable[str], meant: Mapping[str, str] | None) -> str:
+    """Returns what an unknown name stands for, as `no_attribute` describes. Empty if that is not known."""
     by_lower = {each.lower(): each for each in known if not each.startswith("_")}
     near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)]
     other = (meant or {}).get(name, "")
-    advice = other.strip() if other.startswith(" ") else f"did you mean {other or near[0]}?" if other or near else ""
-    text = f"{owner} has no attribute {name!r}{': ' if advice else ''}{advice}"
-    return AttributeError(text)
+    return other.strip() if other.startswith(" ") else f"did you mean {other or near[0]}?" if other or near else ""
 
 
 def check_path(path: object, wanted: str = "the name of a file, such as 'plan.svg'") -> str:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Never, NoReturn
 
-from echelon.arguments import choices, named
+from echelon.arguments import choices, named, no_attribute
 from echelon.errors import InvalidArgument, InvalidWorldSize
 from echelon.group.group import ProcessGroup, check_group
+
+_OF_TORCH = {
+    "size": "shape",
+    "mesh_dim_names": "shape",
+    "get_coordinate": "coordinates",
+    "get_local_rank": "coordinates",
+    "get_rank": " write mesh.group.rank",
+}
+"""Names that torch's mesh gives to attributes."""
 
 
 class Mesh:
@@ -17,18 +27,21 @@ class Mesh:
     and (1, 3). Every rank of the group must make the same mesh.
     """
 
-    def __init__(self, group: ProcessGroup, **axes: int) -> None:
+    def __init__(self, group: ProcessGroup, *of_torch: Never, **axes: int) -> None:
         """Makes the groups of all axes. Collective: every rank of `group` calls it.
 
         Args:
             group: the ranks to arrange.
+            of_torch: sizes and names as torch's mesh takes them. They are refused.
             axes: name and size of each axis, the slowest first.
 
         Raises:
-            InvalidArgument: a size is not a whole number.
+            InvalidArgument: a size is not a whole number, or is given without its name.
             InvalidWorldSize: the product of the sizes is not the world size of the group.
         """
         check_group(group)
+        if of_torch:
+            raise InvalidArgument("give each axis by its name: Mesh(group, dp=2, pp=2)")
         for name, size in axes.items():
             if not isinstance(size, int) or isinstance(size, bool):
                 raise InvalidArgument(
@@ -53,6 +66,15 @@ class Mesh:
         if axis not in self._groups:
             raise KeyError(f"no axis {axis!r} in this mesh: {choices(axis, self._groups)}")
         return self._groups[axis]
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            axes = self.__dict__.get("shape", ())
+            meant = dict.fromkeys(
+                (*axes, "get_group"), f" write mesh[{name if name in axes else next(iter(axes), 'dp')!r}]"
+            )
+            raise no_attribute("a Mesh", name, ("group", "shape", "coordinates"), meant | _OF_TORCH)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={self.coordinates[name]} of {size}" for name, size in self.shape.items())

@@ -158,7 +158,8 @@ def test_all_problems_are_reported_at_once():
     assert [problem.text for problem in mutant.problems] == [
         "the work of 1W0 is done 2 times: 1W0 (rank 1, step 5), 1B0 (rank 1, step 2)",
         "2B0 (rank 2, step 0) comes before 2F0 (rank 2, step 1), which it needs",
-        "7F0 (rank 2, step 8) does not exist: there are 3 stages and 4 microbatches, and the kinds F, I, W and B",
+        "7F0 (rank 2, step 8) does not exist: the schedule has 3 stages and 4 microbatches, and the kinds F, I, W and "
+        "B",
         "0B0 missing on rank 0",
     ]
 

@@ -310,7 +310,7 @@ def test_a_chain_can_be_cut_inside_of_a_layer():
 @pytest.mark.parametrize(
     ("model", "kwargs", "words"),
     [
-        (3, {}, "a int cannot be cut: pass an nn.Module"),
+        (3, {}, "model is 3 \\(int\\): pass an nn.Module"),
         ([1, 2], {}, "entry 0 of the list of stages is 1"),
         (nn.Sequential(), {"num_stages": 2}, "cannot cut 0 layers into 2 stages"),
         (nn.Linear(2, 2), {"num_stages": 2}, "pass example="),

@@ -118,7 +118,7 @@ def test_torchs_1f1b_is_wrong_on_the_last_rank(ranks, microbatches):
     assert [problem.text for problem in schedule.problems] == [
         f"{last}B0 (rank {last}, step 1) needs {last}F0, which never runs",
         f"{last}F{microbatches} (rank {last}, step {2 * microbatches - 2}) does not exist: "
-        f"there are {ranks} stages and {microbatches} microbatches, and the kinds F, I, W and B",
+        f"the schedule has {ranks} stages and {microbatches} microbatches, and the kinds F, I, W and B",
         f"{last}F0 missing on rank {last}",
     ]
 

@@ -166,7 +166,10 @@ def test_sizes_that_cannot_be(arguments, message):
         ({"num_microbatches": 0}, "num_microbatches=0: a schedule needs at least 1"),
         ({"orders": ()}, "an order for at least one rank"),
         ({"placement": ()}, "a placement of at least one stage"),
-        ({"placement": (0, 2)}, "stage 1 is placed on rank 2, but there are orders for 2 ranks: place it on 0 to 1"),
+        (
+            {"placement": (0, 2)},
+            "but there are orders for 2 ranks: place it on ranks 0 and 1",
+        ),
         ({"orders": (("0F0",), ())}, "a value that is not a step"),
     ],
 )

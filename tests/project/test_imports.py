@@ -12,7 +12,7 @@ ROOT = Path(echelon.__file__).parent
 LAYERS = (
     (
         *("arguments", "call_site", "errors", "operation_records", "wording"),
-        *("_native", "_torch_private", "_torch_versions", "timeline"),
+        *("_names_of_others", "_native", "_torch_private", "_torch_versions", "timeline"),
     ),
     ("backends",),
     ("collectives",),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from echelon.arguments import no_attribute
+
 if TYPE_CHECKING:
     from echelon.checkpoint.collect import PerRank
     from echelon.checkpoint.saving import Handle
@@ -25,7 +27,9 @@ __all__ = ["Handle", "PerRank", "Store"]
 
 def __getattr__(name: str) -> object:
     if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        meant = dict.fromkeys(("save", "load", "async_save"), " make a store first: echelon.checkpoint.Store(folder)")
+        # Python probes a module for names such as __path__.
+        raise no_attribute(f"module {__name__!r}", name, () if name.startswith("__") else __all__, meant)
     value: object = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value  # the next access does not come here
     return value

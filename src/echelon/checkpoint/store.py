@@ -6,9 +6,9 @@ import contextlib
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never, NoReturn
 
-from echelon.arguments import check_path, is_count, named
+from echelon.arguments import check_path, is_count, named, no_attribute
 from echelon.checkpoint.collect import Objects, collect
 from echelon.checkpoint.folder import Folder, how_to_go_back
 from echelon.checkpoint.groups import group_of
@@ -20,6 +20,13 @@ from echelon.checkpoint.together import rank_of
 from echelon.errors import CheckpointError, FileError, InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch.environment import is_rank
+
+_MEANT = {
+    **dict.fromkeys(("save_checkpoint", "save_state"), "save"),
+    **dict.fromkeys(("load_checkpoint", "load_state", "restore"), "load"),
+    **dict.fromkeys(("latest", "latest_step"), " load() takes the latest, and steps() lists all"),
+}
+"""Names that other libraries have for attributes."""
 
 
 class Store:
@@ -63,6 +70,11 @@ class Store:
     def path(self) -> str:
         """The folder."""
         return self._path
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("a Store", name, dir(type(self)), _MEANT)
 
     def save(
         self,

@@ -9,11 +9,21 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
-    Prints a user's mistake as one line on stderr. Status 2 for a bad argument or value, 1 for other errors.
+    Prints a user's mistake as one line on stderr. Status 2 for a bad argument or value, 130 after Ctrl-C, 1 for other
+    errors.
 
     Args:
         arguments: without the name of the program; None: `sys.argv`.
     """
-    from echelon.cli.app import run_app  # here, so that `import echelon.cli` loads neither typer nor rich
+    try:
+        from echelon.cli.app import run_app  # here, so that `import echelon.cli` loads neither typer nor rich
 
-    return run_app(sys.argv[1:] if arguments is None else arguments)
+        return run_app(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:  # during the imports, which take half a second
+        return ended_by_sigint()
+
+
+def ended_by_sigint() -> int:
+    """Writes a line on Ctrl-C to stderr, and returns the exit status for it."""
+    print("echelon: ended by SIGINT", file=sys.stderr)
+    return 130  # 128 + SIGINT, as a shell reports it

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version as version_of
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import typer
 
 from echelon._torch_versions import UnsupportedTorch
-from echelon.cli import checkpoint
+from echelon.cli import checkpoint, ended_by_sigint
 from echelon.cli.bench import bench, tune
 from echelon.cli.doctor import doctor
 from echelon.cli.env import env
@@ -30,13 +31,40 @@ _SETTINGS: dict[str, Any] = {
 }
 _STATUSES = """Exit status: 0 if all went well. 1 if a run, a check or a forecast failed. 2 if the command line is
 wrong. 130 after Ctrl-C. `run` ends with the status of the first rank that failed, 128 + n if signal n ended it."""
-app = typer.Typer(
+
+
+class _Returned(NamedTuple):
+    """Status that a command returned. typer's own are plain numbers: 0 after --help, 130 after Ctrl-C."""
+
+    status: int | None
+
+
+class _App(typer.Typer):
+    """App whose commands answer Ctrl-C with a line. typer would end them without a word."""
+
+    def command(self, *args: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
+        register = super().command(*args, **options)
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def run(*values: Any, **given: Any) -> _Returned:
+                try:
+                    return _Returned(function(*values, **given))
+                except KeyboardInterrupt:
+                    return _Returned(ended_by_sigint())
+
+            return register(run)
+
+        return add
+
+
+app = _App(
     name="echelon",
     help="Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.",
     epilog=_STATUSES,
     **_SETTINGS,
 )
-collectives = typer.Typer(add_completion=False, **_SETTINGS)
+collectives = _App(add_completion=False, **_SETTINGS)
 """`echelon plan` of a collective. A separate app, since its options differ from those of a pipeline schedule."""
 # Options after SCRIPT belong to the script, so these commands stop parsing there.
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
@@ -56,7 +84,7 @@ app.command("tune", short_help="Finds the fastest algorithms for this system.")(
 app.command("doctor", short_help="Checks this host for problems.")(doctor)
 app.command("env", short_help="Prints versions and host for a bug report.")(env)
 collectives.command()(command(plan_collective))
-checkpoints = typer.Typer(add_completion=False, **_SETTINGS)
+checkpoints = _App(add_completion=False, **_SETTINGS)
 app.add_typer(checkpoints, name="checkpoint", help="Lists, checks, removes and converts checkpoints.")
 checkpoints.command("ls")(checkpoint.ls)
 checkpoints.command("verify")(checkpoint.verify)
@@ -87,7 +115,18 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 _OF_OTHER_LAUNCHERS = dict.fromkeys(
     ("--np", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node", "--ranks", "--num-processes", "--world-size"),
     "-n",
-) | dict.fromkeys(("--nodes", "--nnodes", "--num-nodes"), "--hosts")
+) | {
+    **dict.fromkeys(("--nodes", "--nnodes", "--num-nodes"), "--hosts"),
+    **{"--gpus": "-n", "--device": "--gpu", "--size": "--max"},
+}
+_OF_CLUSTERS = dict.fromkeys(
+    ("--nodes", "--nnodes", "--num-nodes", "--hosts", "--hostfile", "-H", "--host", "-N"),
+    "echelon run starts the ranks of this host; on several hosts use torchrun, srun or mpirun",
+) | dict.fromkeys(
+    ("--master-port", "--master_port", "--master-addr", "--master_addr", "--standalone", "--rdzv-backend"),
+    "echelon run chooses the address itself: leave it out",
+)
+"""Advice on options for several hosts."""
 
 
 def _unknown_option(error: Any) -> str:
@@ -101,9 +140,25 @@ def _unknown_option(error: Any) -> str:
         return ""
     if name == "--backend" and error.ctx.command.name == "run":
         return f"No such option: {name}; give echelon.init(backend=) one, or set ECHELON_BACKEND"
+    if error.ctx.command.name == "run" and (advice := _OF_CLUSTERS.get(name)):
+        return f"No such option: {name}; {advice}"
     other = _OF_OTHER_LAUNCHERS.get(name, "")
     near = [other] if other in known else difflib.get_close_matches(name, known, n=1)
     return f"No such option: {name}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+_OF_OTHER_COMMANDS = {
+    **dict.fromkeys(("launch", "start", "train", "torchrun", "spawn"), "echelon run"),
+    **{"version": "echelon --version", "help": "echelon --help", "sim": "echelon simulate"},
+}
+
+
+def _unknown_command(error: Any, words: Sequence[str]) -> str:
+    """Returns an error text for a script or another tool's name in place of a command. Empty for other errors."""
+    name = words[0] if words and error.format_message().startswith("No such command") else ""
+    if name.endswith(".py"):
+        return f"No such command '{name}': to run a script on 2 ranks, write echelon run -n 2 {name}"
+    return f"No such command '{name}'; did you mean {other}?" if (other := _OF_OTHER_COMMANDS.get(name)) else ""
 
 
 def _bad_number(error: Any, words: Sequence[str]) -> str:
@@ -145,15 +200,16 @@ def run_app(arguments: Sequence[str]) -> int:
     try:
         # `plan` has two sets of options, so the first word decides before typer parses.
         if of_collective := is_asked_for(arguments := list(arguments)):
-            status = collectives(arguments[1:], prog_name="echelon plan", standalone_mode=False)
+            result = collectives(arguments[1:], prog_name="echelon plan", standalone_mode=False)
         else:
-            status = app(arguments or ["--help"], prog_name="echelon", standalone_mode=False)
+            result = app(arguments or ["--help"], prog_name="echelon", standalone_mode=False)
     except (EchelonError, UnsupportedTorch) as error:
         print(f"echelon: {error}", file=sys.stderr)
         # 2 for a wrong argument, as typer's own errors; 1 for a failure of the run.
         return 2 if isinstance(error, ValueError | FileError) else 1
     except _UsageError as error:
-        message = _unknown_option(error) or _bad_number(error, arguments) or error.format_message().rstrip(".")
+        message = _unknown_option(error) or _unknown_command(error, arguments) or _bad_number(error, arguments)
+        message = message or error.format_message().rstrip(".")
         of_command = _command_of(error, arguments) + " all-reduce" * of_collective
         see = " See" if message.endswith("?") else ": see"
         print(f"echelon: {message}{see} `{of_command} --help`", file=sys.stderr)
@@ -164,6 +220,6 @@ def run_app(arguments: Sequence[str]) -> int:
             raise
         print("echelon: this command needs torch, which is not installed here: pip install torch", file=sys.stderr)
         return 1
-    except typer.Abort:  # typer's form of KeyboardInterrupt
-        return 130  # 128 + SIGINT, as a shell reports it
-    return status if isinstance(status, int) else 0
+    if isinstance(result, _Returned):
+        return result.status or 0
+    return ended_by_sigint() if result == 130 else int(result or 0)

@@ -131,11 +131,12 @@ def simulate(options: SimulateOptions) -> int:
             return _explore(options, arguments, shown)
         return _run(options, arguments, shown)
     except KeyboardInterrupt as interrupt:
-        from echelon.simulation.script.run import shortened
-
         shown.say("ended by SIGINT")
-        for line in "\n".join(getattr(interrupt, "__notes__", ())).splitlines():
-            shown.say(shortened(line))
+        if notes := getattr(interrupt, "__notes__", ()):  # else torch may be half imported
+            from echelon.simulation.script.run import shortened
+
+            for line in "\n".join(notes).splitlines():
+                shown.say(shortened(line))
         return 130
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler
 
-from echelon.arguments import is_count, named
-from echelon.data.sampler import DistributedSampler
+from echelon.arguments import is_count, named, no_attribute, refuse_others
+from echelon.data.sampler import RANKS_OF_TORCH, DistributedSampler
 from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT
@@ -24,6 +24,12 @@ class DataLoader(TorchDataLoader[Any]):
     describes epochs, uneven ends and weights.
     """
 
+    @refuse_others(
+        **RANKS_OF_TORCH,
+        sampler=" the loader deals the samples to the ranks itself: leave it out",
+        batch_sampler=" the loader deals the samples to the ranks itself: give batch_size=",
+        generator=" the order follows from seed=",
+    )
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -118,6 +124,13 @@ class DataLoader(TorchDataLoader[Any]):
         self._samples.load_state_dict(state)
 
 
+_MEANT = {
+    "set_epoch": " each pass is the next epoch: remove the call",
+    "state_dict": " call it on the loader",
+    "load_state_dict": " call it on the loader",
+}
+
+
 class _Ahead(Sampler[int]):
     """Samples as workers take them, ahead of the program. They are counted when their batch is delivered."""
 
@@ -129,3 +142,8 @@ class _Ahead(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._samples.indices())
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("the sampler of a DataLoader", name, (), _MEANT)

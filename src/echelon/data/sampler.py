@@ -15,10 +15,13 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from echelon._torch_private.data import is_prefetched
-from echelon.arguments import is_count, named
+from echelon.arguments import is_count, named, refuse_others
 from echelon.errors import CollectiveMismatch, InvalidArgument
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
+
+RANKS_OF_TORCH = dict.fromkeys(("num_replicas", "rank"), " the group knows it: leave it out, or give group=")
+"""Arguments of torch's sampler, with advice."""
 
 
 class Place(NamedTuple):
@@ -45,6 +48,7 @@ class DistributedSampler(Sampler[int]):
     on at the same sample.
     """
 
+    @refuse_others(**RANKS_OF_TORCH)
     def __init__(
         self,
         dataset: Sized,
@@ -73,6 +77,11 @@ class DistributedSampler(Sampler[int]):
         for name, value, least in (("seed", seed, 0), ("multiple", multiple, 1)):
             if not is_count(value, least):
                 raise InvalidArgument(f"{name} is {named(value)}: give a whole number of at least {least}")
+        # Another object, such as the group by its place, would be taken for True.
+        if shuffle not in (True, False, None):
+            raise InvalidArgument(
+                f"shuffle is {named(shuffle)}: give True or False, and the group as group="
+            )
         self._shuffle, self._seed = bool(shuffle), seed
         self._unit = multiple * self._group.world_size if drop_last else 1
         self._place = Place(0, 0)

@@ -68,9 +68,15 @@ class ModuleProxy(torch.nn.Module):
 
         Raises:
             ValueError: assign=True, which would replace the parameters that have the hooks.
+            InvalidArgument: all names begin with "module.", as those of torch's wrapper.
         """
         if assign:
             raise ValueError("assign=True replaces the parameters: load into the module first, then wrap it")
+        if state_dict and all(name.startswith("module.") for name in state_dict) and not hasattr(self.module, "module"):
+            raise InvalidArgument(
+                "all names of the state_dict begin with 'module.', as torch's wrapper writes them: call "
+                "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, 'module.') first"
+            )
         return self.module.load_state_dict(state_dict, strict)
 
     def __getattr__(self, name: str) -> Any:

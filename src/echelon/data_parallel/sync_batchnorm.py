@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from echelon.arguments import refuse_others
 from echelon.backends.admission import check_values, stands_for_device
 from echelon.data_parallel.broadcast import check_module
 from echelon.errors import SizeMismatch
@@ -31,6 +32,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     Input and output: (samples, num_features) or (samples, num_features, ...).
     """
 
+    @refuse_others(process_group="group")
     def __init__(
         self,
         num_features: int,

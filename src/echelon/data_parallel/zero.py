@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast, overload
 import torch
 from torch import Tensor
 
-from echelon.arguments import check_bucket_mb, named
+from echelon.arguments import check_bucket_mb, named, refuse_others
 from echelon.backends.admission import check_values, has_values
 from echelon.backends.memory import describe
 from echelon.data_parallel.broadcast import check_same_lines, kind_of
@@ -159,6 +159,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     8 + 8 / world_size bytes per parameter: value, gradient, and its shard of two moments.
     """
 
+    @refuse_others(
+        process_group="group",
+        parameters_as_bucket_view=" buckets are used always: leave it out",
+        overlap_with_ddp=" gradients are taken as DDP leaves them: leave it out",
+    )
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from echelon.arguments import check_path, check_world_size, is_amount, is_count, shown, writing
+from echelon.arguments import check_path, check_world_size, is_amount, is_count, refuse_others, shown, writing
 from echelon.errors import InvalidArgument, LaunchError
 from echelon.foresight.calibrate import load, this_machine
 from echelon.foresight.check import Problem, check
@@ -27,7 +27,7 @@ from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report, seconds_text
 from echelon.foresight.roles import Roles
 from echelon.foresight.trace import Trace
-from echelon.launch.call import rank_call
+from echelon.launch.call import OF_OTHER_LAUNCHERS, rank_call
 from echelon.launch.run import Console, Program
 from echelon.simulation.network import Network
 from echelon.simulation.script.run import Failure, failure_of
@@ -55,6 +55,9 @@ _LEAST_EXPOSED = 0.02
 """Least exposed share of a step with forecasts. Below it a change would be smaller than the error of the forecast."""
 _NO_CHANGE = 5e-4
 """Share of the step below which a change does not count."""
+
+_OF_OTHERS = dict.fromkeys(("nodes", "nnodes", "num_nodes"), "hosts") | {"device": "gpu"}
+"""Names that other tools give to arguments."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,10 @@ class Foreseen:
 
         return frame(page(self, self.report()), title="A foreseen step", height=900)
 
+    @refuse_others(
+        **_OF_OTHERS,
+        **dict.fromkeys(("num_ranks", "world_size"), " foresee the program again with that number of ranks"),
+    )
     def on(
         self,
         gpu: str | Device | None = None,
@@ -312,6 +319,7 @@ class Foreseen:
         return str(self.report())
 
 
+@refuse_others(**OF_OTHER_LAUNCHERS, **_OF_OTHERS)
 def foresee(
     fn: Callable[..., Any],
     world_size: int,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.arguments import check_seconds, named, no_attribute
+from echelon.arguments import check_seconds, named, no_attribute, refuse_others
 from echelon.backends.base import Backend
 from echelon.collectives.calls.objects import JsonLike
 from echelon.collectives.plans.algorithms import numbered
@@ -45,6 +45,9 @@ __all__ = ["JsonLike", "ProcessGroup", "check_group"]
 _WORLD_CONTEXT = 1
 _MEANT = {
     **{"size": "world_size", "Get_size": "world_size", "get_rank": "rank", "Get_rank": "rank"},
+    **{"new_group": "subgroup", "Split": "subgroup", "Create": "subgroup", "destroy_process_group": "close"},
+    **{"destroy": "close", "Free": "close", "Abort": "abort", "Allgather": "all_gather", "Alltoall": "all_to_all"},
+    **dict.fromkeys(("is_main_process", "is_global_zero"), " write group.rank == 0"),
     **{"bcast": "broadcast", "local_rank": " it is in the environment, as LOCAL_RANK, and chooses group.device"},
 }
 """Names that torch and mpi4py give to attributes of a group."""
@@ -223,6 +226,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._call_back()
         write_records(self.backend.flight_recorder, self.backend.rank)
 
+    @refuse_others(flush=" each line is written out at once: leave it out", dst="rank", src="rank")
     def print(
         self, *values: object, rank: int | None = 0, sep: str = " ", end: str = "\n", file: TextIO | None = None
     ) -> None:

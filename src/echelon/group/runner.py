@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 
 from echelon._native import Calls
 from echelon._torch_private.tensors import wraps_new_tensors
-from echelon.arguments import check_seconds
+from echelon.arguments import check_seconds, named
 from echelon.backends.admission import check_mode
 from echelon.backends.base import Backend
 from echelon.backends.collective import REDUCTIONS, Collective, Run
@@ -41,6 +41,7 @@ from echelon.collectives.plans.select import Selector
 from echelon.errors import (
     Closed,
     CollectiveMismatch,
+    InvalidArgument,
     PeerFailed,
     SizeMismatch,
     Timeout,
@@ -308,6 +309,9 @@ class CollectiveRunner:
 
         `changes` are the user's tensors that it overwrites beside `out`.
         """
+        # In torch's order another argument is in this place, such as the group or an object.
+        if not isinstance(async_op, int):
+            raise InvalidArgument(f"async_op is {named(async_op)}: give True or False; results are returned")
         timeout = self.timeout if timeout is None else check_seconds(timeout)
         if out is not None:
             changes = (*changes, out)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from echelon.arguments import shown
+from torch import nn
+
+from echelon.arguments import named, shown
 from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
 
 RANK_NAMES = ("rank", "local_rank")
 """Names by which a function made for torch.multiprocessing.spawn takes its rank."""
+
+_KEYWORDS = "fn gets keyword arguments by functools.partial, as in functools.partial(fn, lr=1)"
+OF_OTHER_LAUNCHERS = {
+    **dict.fromkeys(("nprocs", "num_ranks", "num_processes", "n", "np"), "world_size"),
+    "kwargs": f" {_KEYWORDS}",
+    "join": " the call returns once all ranks have ended: leave it out",
+}
+"""Arguments that other libraries have for a run of a function on ranks, with advice."""
 
 _GROUP = object()
 """Stands for the group, which does not exist yet when the signature is checked."""
@@ -42,11 +52,14 @@ def rank_call(function: object, args: object) -> RankCall:
         args: its arguments, without the group.
 
     Raises:
-        LaunchError: `function` is not callable, `args` is no sequence, neither call fits, or the first parameter is
-            named `rank` or `local_rank`.
+        LaunchError: `function` is not callable or is a model, `args` is no sequence, neither call fits, or the first
+            parameter is named `rank` or `local_rank`.
     """
     if not callable(function):
         raise LaunchError(f"fn={function!r}: give the function that each rank runs, as fn(group, *args) or fn(*args)")
+    if isinstance(function, nn.Module) or (isinstance(function, type) and issubclass(function, nn.Module)):
+        raise LaunchError(f"fn is {named(function)}: give the function that each rank runs, which makes the model")
+    check_no_keywords("args", args)
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise LaunchError(f"args={args!r}: give a tuple of the arguments that come after the group, such as (x,)")
     args = tuple(args)
@@ -67,6 +80,12 @@ def rank_call(function: object, args: object) -> RankCall:
         f"fn={name} takes neither {with_group} nor {without}: its signature is {name}{_plain(signatures[0])}: "
         "correct args, or the function's parameters"
     )
+
+
+def check_no_keywords(name: str, value: object) -> None:
+    """Raises LaunchError if an argument is a mapping, as of keyword arguments for the function."""
+    if isinstance(value, Mapping):
+        raise LaunchError(f"{name}={shown(value)}: {_KEYWORDS}")
 
 
 def check_no_rank(function: Callable[..., Any], signature: inspect.Signature) -> None:

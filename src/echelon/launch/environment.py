@@ -202,6 +202,8 @@ def read_backend(environ: Mapping[str, str], backend: str) -> str:
     """
     overruled = backend == "auto" and environ.get("ECHELON_BACKEND")
     name, source = (overruled, "ECHELON_BACKEND") if overruled else (backend, "backend")
+    if isinstance(name, str) and name.partition(":")[0] in ("cpu", "cuda"):
+        raise LaunchError(f"{source}={name!r} is a device: give it as echelon.init(device={name!r})")
     if name not in backends.NAMES:
         raise LaunchError(f"{source}={name!r} is unknown: {choices(name, backends.NAMES)}")
     return name

@@ -51,6 +51,9 @@ MAX_RANKS = 1024
 """Most ranks on one host. A larger number is taken for a typing error."""
 
 
+_PYTHON = ("python", "python3")
+
+
 @dataclass(frozen=True)
 class Program:
     """Program that every rank runs: a script, or a module as with `python -m`."""
@@ -68,7 +71,10 @@ class Program:
         if not self.is_module and os.path.isdir(self.name):
             raise LaunchError(f"script {self.name!r} is a folder: name a file in it, or run a package with -m")
         if not self.is_module and not os.path.isfile(self.name):
-            raise LaunchError(f"script {self.name!r} does not exist in {os.getcwd()}: check its path")
+            advice = "leave it out, as Python runs each script" if self.name in _PYTHON else "check its path"
+            raise LaunchError(f"script {self.name!r} does not exist in {os.getcwd()}: {advice}")
+        if self.is_module and self.name.endswith(".py") and os.path.isfile(self.name):
+            raise LaunchError(f"-m {self.name}: -m takes the name of a module: leave -m out, or write {self.name[:-3]}")
 
 
 def run(

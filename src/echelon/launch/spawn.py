@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
-from echelon.arguments import MAX_LOCAL_WORLD_SIZE, check_default_timeout, check_world_size
+from echelon.arguments import MAX_LOCAL_WORLD_SIZE, check_default_timeout, check_world_size, refuse_others
 from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError, PeerFailed, Timeout
 from echelon.launch import environment
-from echelon.launch.call import rank_call
+from echelon.launch.call import OF_OTHER_LAUNCHERS, check_no_keywords, rank_call
 from echelon.launch.report import GRACE, are_alike, consequences, first_cause
 from echelon.launch.variables import ReservedPort, threads_per_rank
 from echelon.launch.worker import Job, Outcome, Worker, leave_if_imported
@@ -34,6 +34,7 @@ _PATIENCE = 2.0
 """Seconds for a worker to exit by itself when its pool closes."""
 
 
+@refuse_others(**OF_OTHER_LAUNCHERS, start_method=" each process is a new interpreter: leave it out")
 def spawn(
     fn: Callable[..., object],
     world_size: int,
@@ -123,6 +124,7 @@ class RankPool:
         """Runs a function as `run` does. `is_limited`: whether `timeout` is for the whole of `fn`, too."""
         check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
         timeout = check_default_timeout(timeout, LaunchError)
+        check_no_keywords("backend", backend)
         name = environment.read_backend(os.environ, backend)
         if name in ENGINES:
             check_available(name)

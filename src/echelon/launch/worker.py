@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -102,7 +103,13 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="echelon rank")
-        self._process.start()
+        # Ctrl-C reaches all processes of a terminal. One that still imports torch would print where that broke off.
+        resource_tracker.ensure_running()  # by itself, `start` would start it first, and unblock the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # With an open copy here, the connection would not end when the worker dies.
         theirs.close()
         self.pid = self._process.pid or 0
@@ -165,6 +172,7 @@ class Worker:
 
 def _serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends its workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     while message := messages.get():

@@ -5,14 +5,18 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from echelon.arguments import check_path, is_count, named, reading, writing
+from echelon.arguments import check_path, is_count, named, no_attribute, reading, writing
 from echelon.errors import Closed, InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch.init import current_group
 
 _FILE = "metrics.csv"
+
+
+_MEANT = dict.fromkeys(("log", "log_metrics", "add_scalar", "add_scalars"), " write add(step, loss=loss)")
+"""Names that other libraries have for `add`."""
 
 
 class MetricsWriter:
@@ -50,6 +54,11 @@ class MetricsWriter:
 
     def __repr__(self) -> str:
         return f"<MetricsWriter {self._folder!r}{', closed' if self._is_closed else ''}>"
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("a MetricsWriter", name, ("add", "close"), _MEANT)
 
     def add(self, step: int, **values: Any) -> None:
         """Writes the numbers of a step at once. Does nothing on other ranks than 0.

@@ -12,6 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import Progress, track
 
+from echelon.arguments import refuse_others
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch import status_line
 from echelon.launch.init import current_group
@@ -19,6 +20,7 @@ from echelon.launch.init import current_group
 _Item = TypeVar("_Item")
 
 
+@refuse_others(desc="description", iterable="items")
 def progress(
     items: Iterable[_Item],
     description: str = "",

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from echelon.arguments import is_amount, is_count, is_factor
+from echelon.arguments import is_amount, is_count, is_factor, refuse_others
 from echelon.errors import InvalidRank, LaunchError
 
 
+@refuse_others(time="at", step="at_op")
 @dataclass(frozen=True)
 class Kill:
     """Ends a rank at once, as SIGKILL does. The others detect it when the news has crossed the network.
@@ -36,6 +37,7 @@ class Kill:
             raise LaunchError(f"Kill(rank={self.rank}, at_op={self.at_op!r}): messages are counted from 1")
 
 
+@refuse_others()
 @dataclass(frozen=True)
 class Slow:
     """Makes the computing of a rank take `factor` times as long. Needs a simulation with `costs`."""
@@ -48,6 +50,7 @@ class Slow:
             raise LaunchError(f"Slow(rank={self.rank}, factor={self.factor!r}): give a factor above 0")
 
 
+@refuse_others()
 @dataclass(frozen=True)
 class NetworkPartition:
     """Blocks all messages between two sets of ranks for a while. Messages sent meanwhile arrive after `end`.
@@ -76,6 +79,7 @@ class NetworkPartition:
         return (src in self.left and dst in self.right) or (src in self.right and dst in self.left)
 
 
+@refuse_others(latency="seconds")
 @dataclass(frozen=True)
 class Delay:
     """Makes messages that leave between `start` and `end` arrive `seconds` later. Ranks: None for any."""
@@ -96,6 +100,7 @@ class Delay:
         return self.src in (None, src) and self.dst in (None, dst)
 
 
+@refuse_others()
 @dataclass(frozen=True)
 class Pause:
     """Stops a rank from `start` to `end`, as SIGSTOP does. Computing under way then ends that much later."""

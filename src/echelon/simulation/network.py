@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from echelon.arguments import choices, is_amount, is_count, is_factor
+from echelon.arguments import choices, is_amount, is_count, is_factor, refuse_others
 from echelon.errors import LaunchError
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.scheduler import Ended, Scheduler
@@ -156,6 +156,7 @@ class Traffic:
         return Passage(left, done, arrives, draw)
 
 
+@refuse_others()
 @dataclass(frozen=True)
 class Network:
     """Network between ranks.

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from echelon.arguments import check_default_timeout, check_world_size, is_count
+from echelon.arguments import check_default_timeout, check_world_size, is_count, refuse_others
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
 from echelon.errors import DeadlockError, EchelonError, LaunchError, PeerFailed, fails, message_of
 from echelon.group.group import ProcessGroup
-from echelon.launch.call import RankCall, rank_call
+from echelon.launch.call import OF_OTHER_LAUNCHERS, RankCall, check_no_keywords, rank_call
 from echelon.launch.init import provide
 from echelon.launch.report import RankFailure, describe, first_cause
 from echelon.simulation import watchdog
@@ -89,6 +89,11 @@ class Simulation:
         return text_of(self.events)
 
 
+@refuse_others(
+    **OF_OTHER_LAUNCHERS,
+    **dict.fromkeys(("latency", "bandwidth"), " give network=echelon.Network(latency=, bandwidth=)"),
+    backend=" ranks are simulated always: leave it out, or call echelon.spawn",
+)
 def simulate(
     fn: Callable[..., Any],
     world_size: int,
@@ -152,6 +157,7 @@ def simulate(
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
     check_world_size(world_size)
+    check_no_keywords("seed", seed)  # before the call without them seems wrong
     call = rank_call(fn, args)
     _check(seed, timeout)
     cost, meter = step_cost(costs), meter_for(costs)
@@ -432,6 +438,7 @@ def rarer_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+@refuse_others(**OF_OTHER_LAUNCHERS)
 def explore(
     fn: Callable[..., Any],
     world_size: int,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from echelon.arguments import named, refuse_others
 from echelon.errors import PartitionError
 from echelon.pipeline.cut.graph_cut import boundaries
 from echelon.pipeline.cut.traced_stage import TracedStage, build_stages
@@ -66,6 +68,7 @@ class Parts:
         )
 
 
+@refuse_others(split_spec="at", split_points="at", mb_args="example", mb_kwargs="example_kwargs", chunks="num_stages")
 def split(
     model: nn.Module | Sequence[StageMaker] | Parts,
     num_stages: int | None = None,
@@ -137,10 +140,10 @@ def example_of(example: object, example_kwargs: object) -> Example | None:
         return None
     if example is not None and (isinstance(example, str) or not isinstance(example, tuple | list)):
         raise PartitionError(
-            f"example is a {type(example).__name__}: give the positional inputs as a tuple, such as example=(inputs,)"
+            f"example is {named(example)}: give the positional inputs as a tuple, such as example=(inputs,)"
         )
     if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
-        raise PartitionError(f"example_kwargs is a {type(example_kwargs).__name__}: give a dict of keyword inputs")
+        raise PartitionError(f"example_kwargs is {named(example_kwargs)}: give a dict of keyword inputs")
     return Example(tuple(example or ()), dict(example_kwargs or {}))
 
 
@@ -179,14 +182,22 @@ def _made(entry: StageMaker, index: int, rank: int) -> nn.Module:
 
 def _of_list(model: object, num_stages: int | None) -> Parts:
     if isinstance(model, str) or not isinstance(model, Sequence):
-        raise PartitionError(
-            f"a {type(model).__name__} cannot be cut: pass an nn.Module, or a list with one module per stage"
-        )
+        advice = "pass an nn.Module, or a list with one module per stage"
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            advice = f"pass an instance of it, such as {model.__name__}(...)"
+        elif isinstance(model, Iterator):
+            advice = "pass a list of the stages, as list(stages)"
+        raise PartitionError(f"model is {named(model)}: {advice}")
     for index, entry in enumerate(model):
         if not (entry is None or isinstance(entry, nn.Module) or callable(entry)):
             raise PartitionError(
                 f"entry {index} of the list of stages is {entry!r}: give a module, a callable that makes one, or None "
                 "where another rank holds it"
+            )
+        if isinstance(entry, type) and not _takes_nothing(entry):
+            raise PartitionError(
+                f"entry {index} of the list of stages is {named(entry)}, which needs arguments: give an instance of "
+                "it, or a callable that makes one"
             )
     if num_stages not in (None, len(model)):
         raise PartitionError(
@@ -195,6 +206,17 @@ def _of_list(model: object, num_stages: int | None) -> Parts:
         )
     # The names of an nn.Sequential of these stages.
     return Parts(tuple(model), prefixes=tuple(f"{index}." for index in range(len(model))))
+
+
+def _takes_nothing(entry: type) -> bool:
+    """Whether a class can be called without arguments. True if that is not known."""
+    try:
+        inspect.signature(entry).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a class written in C
+        pass
+    return True
 
 
 def _layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
@@ -249,8 +271,8 @@ def trace_of(model: nn.Module, at: Sequence[str] | None, inputs: Example | None)
         )
     if inputs is None:
         raise PartitionError(
-            f"a {type(model).__name__} must be run once to be cut: pass example=(inputs,) like those of training, or "
-            "an nn.Sequential, or a list with one module per stage"
+            f"the module {type(model).__name__} must be run once to be cut: pass example=(inputs,) like those of "
+            "training, or an nn.Sequential, or a list with one module per stage"
         )
     return trace(model, inputs.args, inputs.kwargs)
 

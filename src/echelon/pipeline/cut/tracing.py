@@ -8,7 +8,11 @@ for evaluation, because dropout and normalisation are different operations then.
 from __future__ import annotations
 
 import copy
+import logging
+import os
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -17,6 +21,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 
 from echelon._torch_private.tensors import TreeSpec, fake_tensors, guards_of, tree_flatten, tree_leaves, tree_map
+from echelon.call_site import is_foreign, is_own
 from echelon.errors import PartitionError
 
 TENSOR: Final = "a tensor"
@@ -119,6 +124,10 @@ def trace(model: nn.Module, example: Sequence[object], example_kwargs: Mapping[s
             module.training = training
 
 
+class _StoppedError(BaseException):
+    """Error of the model itself. Not an Exception: for some of these torch prints the graph, and writes to its log."""
+
+
 class _Outputs:
     """Structure and plain values of the model's outputs, kept aside while the model is exported."""
 
@@ -137,7 +146,11 @@ class _Flat(nn.Module):
         self.outputs = outputs
 
     def forward(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
-        leaves, self.outputs.spec = tree_flatten(self.model(*inputs, **kwargs))
+        try:
+            result = self.model(*inputs, **kwargs)
+        except Exception as error:
+            raise _StoppedError(error) from error
+        leaves, self.outputs.spec = tree_flatten(result)
         self.outputs.left_out |= {
             type(leaf).__name__ for leaf in leaves if not _is_computed(leaf) and not _is_plain(leaf)
         }
@@ -153,12 +166,10 @@ def _trace(model: nn.Module, example: tuple[object, ...], example_kwargs: dict[s
     inputs = tree_map(_fresh, (example, example_kwargs))
     assert isinstance(inputs, tuple)
     try:
-        exported = export(_Flat(model, outputs), inputs, dynamic_shapes=tree_map(_open_sizes, inputs), strict=False)
-    except Exception as error:  # export raises errors of many types
-        raise PartitionError(
-            f"a {type(model).__name__} cannot be traced with this example ({_first_line(error)}): "
-            "fix that, or pass a list with one module per stage"
-        ) from error
+        with _silent():
+            exported = export(_Flat(model, outputs), inputs, dynamic_shapes=tree_map(_open_sizes, inputs), strict=False)
+    except (Exception, _StoppedError) as error:  # export raises errors of many types
+        raise _error(model, error.args[0] if isinstance(error, _StoppedError) else error) from error
     return _read(exported, outputs, example, example_kwargs)
 
 
@@ -270,6 +281,49 @@ def _is_computed(leaf: object) -> bool:
 
 def _is_plain(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, bool | int | float | str)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps torch from logging problems of the model that are raised as well, some with their traceback."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, is_disabled in zip(loggers, before, strict=True):
+            logger.disabled = is_disabled
+
+
+def _error(model: nn.Module, error: BaseException) -> PartitionError:
+    """Returns the error for a model that cannot be traced, with the line of its code."""
+    what, place = f"the module {type(model).__name__} cannot be traced", _place_of(error)
+    # By its name: it is in a module of torch for experiments.
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return PartitionError(
+            f"{what}: its path depends on the values of a tensor{place}: compute with torch.where instead, or pass a "
+            "list with one module per stage"
+        )
+    return PartitionError(
+        f"{what} with this example ({_first_line(error)}){place}: fix that, or pass a list with one module per stage"
+    )
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns " at file:line" of the innermost line of the user that led to an error, else of another library.
+
+    Empty if all lines are torch's.
+    """
+    frames = [frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if not is_own(frame.filename)]
+    of_user = [frame for frame in frames if not is_foreign(frame.filename)]
+    of_library = [frame for frame in frames if not frame.filename.startswith((_TORCH, "<"))]
+    return next((f" at {frame.filename}:{frame.lineno}" for frame in [*of_user, *of_library]), "")
+
+
+_LOGGERS = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _first_line(error: BaseException) -> str:

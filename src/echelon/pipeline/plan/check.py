@@ -17,7 +17,7 @@ from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import Action, Handover, Kind, Overlapped, Place, Step, actions_of
 from echelon.pipeline.plan.cost import Amount, Costs
 from echelon.pipeline.plan.simulate import levels, play
-from echelon.wording import itemized
+from echelon.wording import counted, itemized
 
 if TYPE_CHECKING:
     from echelon.pipeline.plan.schedule import Schedule
@@ -232,8 +232,8 @@ def _explained(suspect: _Suspect, schedule: Schedule, places: dict[Action, list[
     stage, kind, _ = action
     here = where(action, place)
     if not _exists(action, schedule):
-        sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
-        return Mistake(f"{here} does not exist: there are {sizes}, and the kinds F, I, W and B", (place,))
+        sizes = f"{counted(schedule.num_stages, 'stage')} and {counted(schedule.num_microbatches, 'microbatch')}"
+        return Mistake(f"{here} does not exist: the schedule has {sizes}, and the kinds F, I, W and B", (place,))
     if schedule.forward_only and kind != "F":
         return Mistake(f"{here} is a backward in a schedule that is forward only", (place,))
     if _is_no_pair(step):

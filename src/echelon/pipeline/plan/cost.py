@@ -8,7 +8,7 @@ from fractions import Fraction
 from numbers import Real
 from typing import NamedTuple, TypeAlias
 
-from echelon.arguments import named
+from echelon.arguments import named, refuse_others
 from echelon.errors import InvalidArgument, ScheduleError
 from echelon.timeline.timeline import Time
 
@@ -53,6 +53,11 @@ class StageCosts(NamedTuple):
     recomputed_activation: tuple[Time, ...]
 
 
+@refuse_others(
+    backward=" give backward_input and backward_weight, whose sum it is",
+    communication="transfer",
+    memory="activation",
+)
 @dataclass(frozen=True)
 class Costs:
     """Costs of stages, in any unit of time and of memory. Each is one number, or a sequence with one per stage.

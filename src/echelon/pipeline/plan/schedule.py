@@ -8,17 +8,25 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from echelon.arguments import named, reading, shown, writing
+from echelon.arguments import named, no_attribute, reading, refuse_others, shown, writing
 from echelon.errors import InvalidArgument, ScheduleError
 from echelon.pipeline.plan.action import Action, Overlapped, Step, actions_of, parse
 from echelon.pipeline.plan.check import Mistake, find_problems, over_limit, report
 from echelon.pipeline.plan.cost import Amount, Costs, check_costs
 from echelon.pipeline.plan.simulate import recorded, simulate
 from echelon.timeline.timeline import Time, Timeline
+from echelon.wording import counted, listed
+
+_MEANT = {
+    **dict.fromkeys(("draw", "plot", "show"), " draw its timeline: schedule.simulate().draw('plan.svg')"),
+    **dict.fromkeys(("run", "step"), " pass it to Pipeline(model, group, schedule), which has step()"),
+}
+"""Names by which users look for calls of a timeline or of a Pipeline."""
 
 
+@refuse_others()
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """Steps of every rank of a pipeline, in order.
@@ -45,7 +53,16 @@ class Schedule:
 
     def __post_init__(self) -> None:
         # Tuples make the schedule hashable, and a caller's list cannot change it later.
+        for name, value, advice in (
+            ("placement", self.placement, "the rank of each stage, such as (0, 1)"),
+            ("orders", self.orders, "for each rank its steps, such as [[Action(0, 'F', 0), Action(0, 'B', 0)]]"),
+        ):
+            if not isinstance(value, Iterable):
+                raise ScheduleError(f"{name} is {named(value)}: give {advice}")
         object.__setattr__(self, "placement", tuple(self.placement))
+        for rank, order in enumerate(self.orders):
+            if not isinstance(order, Iterable):
+                raise ScheduleError(f"the order of rank {rank} is {named(order)}: give a list of its steps")
         object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
         if not all(set(map(type, order)) <= {Action, Overlapped} for order in self.orders):
             raise ScheduleError("an order holds a value that is not a step: give Action and Overlapped values")
@@ -54,15 +71,18 @@ class Schedule:
         if not self.orders or not self.placement:
             raise ScheduleError("a schedule needs an order for at least one rank and a placement of at least one stage")
         for stage, rank in enumerate(self.placement):
+            if not isinstance(rank, int):
+                raise ScheduleError(f"stage {stage} is placed on rank {rank!r}: give its number")
             if not 0 <= rank < self.num_ranks:
                 raise ScheduleError(
-                    f"stage {stage} is placed on rank {rank}, but there are orders for {self.num_ranks} ranks: "
-                    f"place it on 0 to {self.num_ranks - 1}"
+                    f"stage {stage} is placed on rank {rank}, but there are orders for "
+                    f"{counted(self.num_ranks, 'rank')}: place it on {listed(range(self.num_ranks))}"
                 )
 
     def __repr__(self) -> str:
-        sizes = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches"
-        return f"<Schedule {self.name}: {sizes}{', forward only' if self.forward_only else ''}>"
+        sizes = (self.num_ranks, "rank"), (self.num_stages, "stage"), (self.num_microbatches, "microbatch")
+        text = ", ".join(counted(number, what) for number, what in sizes)
+        return f"<Schedule {self.name}: {text}{', forward only' if self.forward_only else ''}>"
 
     def __str__(self) -> str:
         return "\n".join(",".join(map(str, order)) for order in self.orders)
@@ -70,6 +90,11 @@ class Schedule:
     def _repr_html_(self) -> str | None:
         # Without costs a stage takes one unit of time. None makes a notebook show the text, which a mistake needs.
         return None if self.problems else self.simulate()._repr_html_()
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("a Schedule", name, dir(type(self)), _MEANT)
 
     @property
     def num_ranks(self) -> int:

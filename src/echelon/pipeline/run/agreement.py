@@ -75,16 +75,21 @@ def check_groups(group: object, data_parallel: object) -> None:
 
 
 def check_arguments(
-    loss_fn: object, loss_weight: object, metrics: object, loss_reduction: object, seed: object
+    model: object, loss_fn: object, loss_weight: object, metrics: object, loss_reduction: object, seed: object
 ) -> None:
     """Checks the types of the other arguments.
 
     Raises:
-        UnsupportedOp: an argument is of the wrong type.
+        UnsupportedOp: an argument is of the wrong type, or the model is wrapped.
     """
+    if type(model).__name__ == "DistributedDataParallel":  # torch's or Echelon's
+        raise UnsupportedOp(
+            "model is wrapped by DistributedDataParallel: pass the module itself, and data_parallel=mesh['dp'] for "
+            "replicas of the stages"
+        )
     for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight), ("metrics", metrics)):
         if not (function is None or callable(function)):
-            raise UnsupportedOp(f"{name} is a {type(function).__name__}: pass a function, or leave it out")
+            raise UnsupportedOp(f"{name} is {named(function)}: pass a function, or leave it out")
         if isinstance(function, type) and issubclass(function, nn.Module):
             raise UnsupportedOp(f"{name} is {named(function)}: pass an instance of it, such as {function.__name__}()")
     if loss_reduction not in ("mean", "sum"):
@@ -105,7 +110,7 @@ def choose_schedule(
 
     Raises:
         PartitionError: `at` is no list, or makes another number of stages than the schedule has.
-        ScheduleError: the schedule has problems, or is for other numbers of ranks or microbatches.
+        ScheduleError: the schedule has problems, or is for other numbers of ranks, microbatches or chunks.
         UnsupportedOp: the schedule has no backward.
     """
     if isinstance(at, str):
@@ -113,15 +118,17 @@ def choose_schedule(
     if isinstance(schedule, Schedule):
         if schedule.num_ranks != num_ranks:
             raise ScheduleError(
-                f"the schedule is for {schedule.num_ranks} ranks, the group has {num_ranks}: make both equal"
+                f"the schedule is for {counted(schedule.num_ranks, 'rank')}, the group has {num_ranks}: make both equal"
             )
-        if num_microbatches not in (None, schedule.num_microbatches):
-            raise ScheduleError(
-                f"num_microbatches={num_microbatches}, but the schedule has {schedule.num_microbatches}: leave it out"
-            )
+        for name, value, own in (
+            ("num_microbatches", num_microbatches, schedule.num_microbatches),
+            ("num_chunks", num_chunks, schedule.num_chunks),
+        ):
+            if value not in (None, own):
+                raise ScheduleError(f"{name}={value}, but the schedule has {own}: leave it out")
         found = schedule
     elif not isinstance(schedule, str):
-        raise ScheduleError(f"schedule is a {type(schedule).__name__}: give a name, such as '1f1b', or a Schedule")
+        raise ScheduleError(f"schedule is {named(schedule)}: give a name, such as '1f1b', or a Schedule")
     elif num_microbatches is None:
         raise ScheduleError(
             f"num_microbatches is missing: give the number of parts of a batch, such as {2 * num_ranks}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
 
+from echelon.arguments import no_attribute, refuse_others
 from echelon.errors import ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.cut import Parts, StageMaker, keep
@@ -55,6 +59,17 @@ from echelon.pipeline.stage.replay import Key
 from echelon.timeline.timeline import Timeline
 
 LossFn = Callable[[Value, Value], torch.Tensor]
+_CLIP = getattr(inspect.unwrap(nn.utils.clip_grad_norm_), "__code__", None)
+"""Code of torch's function, without its wrapper."""
+_MEANT = {
+    "zero_grad": " call optimizer.zero_grad()",
+    "train_batch": "step",
+    "eval_batch": "forward",
+    "module": "stages",
+    **dict.fromkeys(("to", "cuda", "cpu"), " move the model before it is cut: model.to(group.device)"),
+    **dict.fromkeys(("half", "bfloat16", "float"), " convert the model before it is cut, or use torch.autocast"),
+}
+"""Names that nn.Module and other pipelines have for attributes."""
 
 
 class Pipeline:
@@ -65,6 +80,16 @@ class Pipeline:
     methods.
     """
 
+    @refuse_others(
+        loss="loss_fn",
+        criterion="loss_fn",
+        mesh="group",
+        chunks=" num_microbatches is the number of parts of a batch, num_chunks that of stages per rank",
+        num_stages=" it is the number of ranks times num_chunks, so give that",
+        checkpoint="recompute",
+        optimizer=" make it from pipe.parameters(), and call its step() after pipe.step()",
+        device=" move the model first: model.to(group.device)",
+    )
     def __init__(
         self,
         model: nn.Module | Sequence[StageMaker] | Parts,
@@ -122,7 +147,7 @@ class Pipeline:
             CollectiveMismatch: the ranks of the group were given different schedules.
         """
         check_groups(group, data_parallel)  # checks of one rank alone, before the first exchange
-        check_arguments(loss_fn, loss_weight, metrics, loss_reduction, seed)
+        check_arguments(model, loss_fn, loss_weight, metrics, loss_reduction, seed)
         self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model, at)
         recomputed = stages_to_recompute(recompute, self.num_stages)
         self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={recomputed}, seed={seed}"])
@@ -143,6 +168,11 @@ class Pipeline:
         self._is_settled = False
         self._idle_optimizer = IdleOptimizer(group.rank, self._weights.named_parameters)
         self._settle_early(example, example_kwargs)
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("a Pipeline", name, dir(type(self)), _MEANT)
 
     def __repr__(self) -> str:
         cut = f" cut before {', '.join(self.at)}" if self.at else ""
@@ -353,8 +383,19 @@ class Pipeline:
         return self._weights.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yields this rank's parameters."""
-        return (parameter for _, parameter in self.named_parameters())
+        """Yields this rank's parameters.
+
+        Raises:
+            UnsupportedOp: torch.nn.utils.clip_grad_norm_ asks for them, though other ranks hold other stages.
+        """
+        # Its norm would be that of this rank's stages alone, and each rank would scale by another.
+        if self._group.world_size > 1 and sys._getframe(1).f_code is _CLIP:
+            raise UnsupportedOp(
+                "torch.nn.utils.clip_grad_norm_ would take the norm of this rank's stages alone: call "
+                "pipe.clip_grad_norm_(max_norm), which takes that of all stages"
+            )
+        for _, parameter in self.named_parameters():
+            yield parameter
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns this rank's part of the unsplit model's state dict."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from echelon.arguments import choices
+from echelon.arguments import choices, refuse_others
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import loop
 from echelon.pipeline.plan.schedule import Schedule
@@ -67,6 +67,10 @@ def fixed_chunks(name: str) -> int | None:
     return known.num_chunks if isinstance(known, _Fixed) else None
 
 
+@refuse_others(
+    num_stages=" give num_ranks and num_chunks, whose product is the number of stages",
+    chunks=" num_microbatches is the number of parts of a batch, num_chunks that of stages per rank",
+)
 def build(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, group_size: int | None = None
 ) -> Schedule:
