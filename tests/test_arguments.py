@@ -2,6 +2,7 @@
 
 import copy
 import fractions
+import inspect
 import math
 import pickle
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import echelon
 from echelon import functional
-from echelon.arguments import check_default_timeout, check_seconds, choices, named
+from echelon.arguments import check_default_timeout, check_seconds, choices, named, refuse_others
 from echelon.collectives.plans import algorithms
 from echelon.errors import InvalidArgument, LaunchError
 from echelon.pipeline import Costs, Pipeline, Schedule, schedules, split
@@ -374,3 +375,21 @@ def test_no_function_and_no_arguments(fn, args):
         kind, message = refused(lambda start=start: start(fn, 1, args))
         assert kind == "LaunchError"
         assert message.startswith((f"fn={fn!r}: give the function", f"args={args!r}: give a tuple"))
+
+
+def test_a_call_that_refuses_others_keeps_its_signature():
+    assert list(inspect.signature(Pipeline).parameters)[:4] == ["model", "group", "schedule", "num_microbatches"]
+    assert list(inspect.signature(Costs).parameters)[:2] == ["forward", "backward_input"]
+    assert Costs.__init__.__name__ == "__init__"
+
+
+def test_options_that_are_passed_on_are_not_refused():
+    @refuse_others(process_group="group")
+    def make(first, group=None, **options):
+        return options
+
+    assert make(1, lr=2) == {"lr": 2}
+    with pytest.raises(InvalidArgument, match=r"^process_group is no argument here: did you mean group\?$"):
+        make(1, process_group=3)
+    with pytest.raises(TypeError, match=r"missing 1 required"):
+        make(lr=2)

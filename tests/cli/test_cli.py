@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.cli import main
 from tests.helpers.commands import imported_by, printed, refusal
 
 
@@ -87,3 +88,49 @@ def test_without_torch_a_command_that_needs_it_says_so_in_one_line(tmp_path, com
     )
     assert ended.returncode == 1
     assert ended.stderr == "echelon: this command needs torch, which is not installed here: pip install torch\n"
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+class Interrupting:
+    """Finder of modules that is interrupted by Ctrl-C at one of them."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            raise KeyboardInterrupt
+
+
+def import_interrupted(monkeypatch, name):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(name), *sys.meta_path])
+
+
+def test_ctrl_c_during_the_imports_of_the_command_line_is_one_line(monkeypatch, capsys):
+    import_interrupted(monkeypatch, "echelon.cli.app")
+    assert main(["env"]) == 130
+    assert capsys.readouterr().err == "echelon: ended by SIGINT\n"
+
+
+def test_ctrl_c_during_the_imports_of_a_command_is_one_line(monkeypatch, capsys):
+    import_interrupted(monkeypatch, "echelon.bench.measure")
+    assert main(["bench", "all-reduce", "-n", "2"]) == 130
+    assert capsys.readouterr().err == "echelon: ended by SIGINT\n"
+
+
+def test_ctrl_c_while_options_are_read_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("echelon.cli.app.version_of", interrupted)
+    assert main(["--version"]) == 130
+    assert capsys.readouterr().err == "echelon: ended by SIGINT\n"
+
+
+def test_ctrl_c_while_simulate_imports_torch_imports_no_more_of_it(monkeypatch, capfd, tmp_path):
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr("echelon.cli.simulate._run", interrupted)
+    import_interrupted(monkeypatch, "echelon.simulation.script.run")
+    assert main(["simulate", "-n", "2", "train.py"]) == 130
+    assert capfd.readouterr().err == "echelon: ended by SIGINT\n"

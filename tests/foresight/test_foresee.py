@@ -35,6 +35,8 @@ def test_figures_of_a_step():
     assert seen.problems == []
     (name,) = seen.exposed
     assert name.place.startswith("tests/foresight/programs.py:")
+    with pytest.raises(InvalidArgument, match="num_ranks is no argument here: foresee the program again with that"):
+        seen.on(num_ranks=8)
     other = seen.on(gpu="h100", hosts=4)
     assert other.mfu < seen.mfu  # as short, since the host takes as long
     assert other.cluster.hosts == (4, 4, 4, 4)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 import echelon
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.spawn import pickle_call
+from echelon.launch.worker import Worker
 from tests.helpers import rank_functions
 
 
@@ -99,3 +101,15 @@ def test_a_program_that_no_other_process_can_import_is_refused(monkeypatch, path
     with pytest.raises(LaunchError) as caught:
         pickle_call(typed_in, ())
     assert str(caught.value) == message
+
+
+def test_a_new_worker_does_not_see_ctrl_c():
+    # It would print where the import of torch broke off.
+    worker = Worker()
+    try:
+        lines = Path(f"/proc/{worker.pid}/status").read_text().splitlines()
+    finally:
+        worker.end()
+    blocked, ignored = (int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigIgn:")))
+    assert (blocked | ignored) >> (signal.SIGINT - 1) & 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -1,6 +1,7 @@
 """Any module becomes stages that compute what it computes, bit for bit, with batches of any size."""
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -249,6 +250,29 @@ def test_models_that_cannot_be_traced_are_told_why(model, words):
     with pytest.raises(echelon.PartitionError, match=words) as caught:
         split(model, at=["second"], example=(torch.ones(4, 3),))
     assert "\n" not in str(caught.value)
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+@pytest.mark.parametrize(("model", "width"), [(OnValues(), 3), (Four(), 5)])
+def test_torch_prints_nothing_of_a_model_that_cannot_be_traced(model, width, capsys):
+    records, torch_log = Records(), logging.getLogger("torch")
+    torch_log.addHandler(records)
+    try:
+        with pytest.raises(echelon.PartitionError) as caught:
+            split(model, at=["second"], example=(torch.ones(4, width),))
+    finally:
+        torch_log.removeHandler(records)
+    assert re.search(rf" at {re.escape(__file__)}:\d+: ", str(caught.value)), "the line of the model"
+    assert capsys.readouterr() == ("", "")
+    assert records.messages == []
 
 
 def test_a_model_on_the_meta_device_is_cut_without_memory():

@@ -323,6 +323,20 @@ def clip(group, max_norm):
     return norm, None, {name: parameter.grad for name, parameter in pipe.named_parameters()}, None
 
 
+def clip_by_torch(group):
+    pipe = Pipeline(make_model(2), group, "1f1b", 2, nn.functional.mse_loss)
+    inputs, target = make_batch(4)
+    pipe.step(inputs, target=target)
+    nn.utils.clip_grad_value_(pipe.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+
+
+def test_clipping_by_the_norm_of_one_rank_alone_is_refused(run):
+    with pytest.raises(echelon.UnsupportedOp, match=r"the norm of this rank's stages alone: call pipe\.clip_grad_norm_"):
+        run(clip_by_torch, 2)
+    run(clip_by_torch, 1)  # one rank has all stages
+
+
 @pytest.mark.parametrize("max_norm", [0.01, 100.0])
 def test_clipping_uses_the_norm_over_all_stages(run, max_norm):
     model = make_model(2)

@@ -55,6 +55,7 @@ def test_sizes():
     assert (schedule.num_ranks, schedule.num_stages, schedule.num_chunks, schedule.num_microbatches) == (4, 8, 2, 8)
     assert schedule.placement == (0, 1, 2, 3, 0, 1, 2, 3)
     assert repr(schedule) == "<Schedule interleaved-1f1b: 4 ranks, 8 stages, 8 microbatches>"
+    assert repr(build("1f1b", 1, 1)) == "<Schedule 1f1b: 1 rank, 1 stage, 1 microbatch>"
 
 
 def test_a_v_shaped_placement():

@@ -79,9 +79,7 @@ class DistributedSampler(Sampler[int]):
                 raise InvalidArgument(f"{name} is {named(value)}: give a whole number of at least {least}")
         # Another object, such as the group by its place, would be taken for True.
         if shuffle not in (True, False, None):
-            raise InvalidArgument(
-                f"shuffle is {named(shuffle)}: give True or False, and the group as group="
-            )
+            raise InvalidArgument(f"shuffle is {named(shuffle)}: give True or False, and the group as group=")
         self._shuffle, self._seed = bool(shuffle), seed
         self._unit = multiple * self._group.world_size if drop_last else 1
         self._place = Place(0, 0)
