@@ -1,4 +1,4 @@
-"""Names that users of other libraries look for at the top of `echelon`, with what to write instead. Pure."""
+"""Names of other libraries that `echelon` lacks at its top, each with advice. Pure."""
 
 from __future__ import annotations
 

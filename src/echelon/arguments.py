@@ -126,8 +126,8 @@ def no_attribute(owner: str, name: str, known: Iterable[str], meant: Mapping[str
 def refuse_others(**meant: str) -> Callable[[_Decorated], _Decorated]:
     """Returns a decorator of a function, or of a class for its constructor, that refuses unknown arguments with advice.
 
-    It raises InvalidArgument for an unknown keyword, for an argument that is given twice, and for a value by position
-    beyond the last place if arguments with names alone are left. Python's own error does not say what to write.
+    It raises InvalidArgument for an unknown keyword, and for an argument that is given twice. Also for a value beyond
+    the last place, if arguments with names alone are left. Python's own errors do not say what to write.
 
     Args:
         meant: as for `no_attribute`: arguments by names that other libraries give them, and advice.
@@ -168,7 +168,7 @@ def refuse_others(**meant: str) -> Callable[[_Decorated], _Decorated]:
 
 
 def _advice(name: str, known: Iterable[str], meant: Mapping[str, str] | None) -> str:
-    """Returns what an unknown name stands for, as `no_attribute` describes. Empty if that is not known."""
+    """Returns the advice on an unknown name, as `no_attribute` words it. Empty if there is none."""
     by_lower = {each.lower(): each for each in known if not each.startswith("_")}
     near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)]
     other = (meant or {}).get(name, "")
