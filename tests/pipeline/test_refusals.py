@@ -89,7 +89,7 @@ def told(model, group, schedule, count, samples, kwargs):
         ("no microbatches", "ScheduleError", "num_microbatches=0"),
         ("half a microbatch", "ScheduleError", "num_microbatches=2.5"),
         ("chunks", "ScheduleError", "num_chunks=3"),
-        ("no function", "UnsupportedOp", "metrics is a int"),
+        ("no function", "UnsupportedOp", "metrics is 3 (int)"),
         ("no such reduction", "UnsupportedOp", 'use "mean" or "sum"'),
         ("wrong names", "PartitionError", "nine"),
         ("other ranks", "ScheduleError", "for 3 ranks, the group has 2"),
