@@ -37,6 +37,9 @@ TUNED_TABLE = "tuned table"
 _INTERNAL_GROUPS = frozenset({TUNED_TABLE})
 """Groups that users do not see: their operations are part of `echelon.init`."""
 
+CALLED_FROM = ", called from "
+"""Words before the line of a caller in the text of an operation."""
+
 State = Literal["under way", "done", "failed"]
 
 
@@ -109,6 +112,7 @@ class OperationRecord:
     __slots__ = (
         "_clock",
         "begun",
+        "caller",
         "context",
         "deadline",
         "ended",
@@ -141,6 +145,9 @@ class OperationRecord:
     marks: tuple[str, ...]
     """Calls since the previous collective that sent nothing to other ranks."""
     place: Place | None
+    caller: Place | None
+    """Call site that led to a function of the program which made the call. None if a module or the library called it,
+    or if it is not known."""
     purpose: str
     """The call that the operation is a part of, see `FlightRecorder.within`. Empty if it is the user's own."""
     thread: int
@@ -202,7 +209,13 @@ class OperationRecord:
         where = line_of(self.place)
         if self.is_internal:
             return "echelon.init" + (f" at {where}" if where else "")
-        return f"{self.operation}{self.purpose}{number} of group {self.group!r}" + (f" at {where}" if where else "")
+        where = f" at {where}{self.called_from()}" if where else ""
+        return f"{self.operation}{self.purpose}{number} of group {self.group!r}{where}"
+
+    def called_from(self) -> str:
+        """Returns ", called from file:line" for the caller. Empty if there is none."""
+        # Two ranks may differ there alone, where a helper of the program communicates.
+        return "" if self.caller is None else f"{CALLED_FROM}{line_of(self.caller)}"
 
 
 class MessageWait(NamedTuple):
@@ -293,6 +306,7 @@ class FlightRecorder:
         record.group, record.context, record.sequence, record.signature = group, context, sequence, signature
         record.operation, record.num_bytes, record.marks = operation, num_bytes, marks
         frame = sys._getframe(2)  # begin's caller and its caller are ours
+        record.caller = None
         module = ""
         while kind := kind_of(frame.f_code.co_filename):
             if kind == OF_FSDP2 and not module:
@@ -303,6 +317,9 @@ class FlightRecorder:
             frame = frame.f_back
         else:
             record.place = frame.f_code, frame.f_lasti, module
+            caller = frame.f_back
+            if caller is not None and not kind_of(caller.f_code.co_filename) and caller.f_code.co_name != "<module>":
+                record.caller = caller.f_code, caller.f_lasti, ""
         record.thread = thread = get_ident()
         record.purpose = self._purposes.get(thread, "") if self._purposes else ""
         record.begun = record.ended = None
@@ -355,7 +372,7 @@ class FlightRecorder:
         record.group, record.context = known.group, known.context
         record.operation, record.num_bytes = known.operation, known.num_bytes
         record.sequence, record.signature, record.marks, record.purpose = sequence, signature, (), ""
-        record.place, record.thread, record.error = (code, instruction, ""), thread, ""
+        record.place, record.caller, record.thread, record.error = (code, instruction, ""), None, thread, ""
         record.started = record.begun = started
         record.ended = ended
         return record

@@ -267,10 +267,13 @@ def left_one_out(group):
 @pytest.mark.parametrize("backend", ["tcp", "shm"])
 def test_the_line_of_the_call_that_a_closed_rank_left_out_is_named(backend):
     message = run_forked(left_one_out, 2, backend=backend)[0]
-    lines = count.__code__.co_firstlineno + 1, leave_one_out.__code__.co_firstlineno + 2
+    first = leave_one_out.__code__.co_firstlineno
+    helper = f"{__file__}:{count.__code__.co_firstlineno + 1}, called from {__file__}:{first + 5}"
+    own = f"{__file__}:{first + 2}, called from {__file__}:{left_one_out.__code__.co_firstlineno + 2}"
     assert "rank 1: it has closed its group" in message
-    sides = f"{__file__}:{lines[0]} on rank 0 and {__file__}:{lines[1]} on rank 1"
-    assert f"; their lines differ from #4 on, {sides}: every rank must call" in message
+    if backend == "shm":  # its native library notes no callers
+        helper, own = (each.partition(", called")[0] for each in (helper, own))
+    assert f"; their lines differ from #4 on, {helper} on rank 0 and {own} on rank 1: every rank must call" in message
 
 
 def test_a_rank_that_closes_leaves_as_many_lines_as_a_frame_holds():
@@ -288,6 +291,6 @@ def test_a_rank_that_closes_leaves_as_many_lines_as_a_frame_holds():
         there.hear(0, word)
     lines = there.lines_left(0, 5)
     assert max(lines) == 999
-    assert 900 < len(lines) < 999
+    assert 800 < len(lines) < 999
     assert len(set(lines.values())) == 1
     assert there.lines_left(1, 5) == {}

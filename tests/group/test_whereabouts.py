@@ -22,7 +22,7 @@ from echelon.operation_records import FlightRecorder
 from tests.helpers.forked_ranks import run_forked
 from tests.helpers.worlds import tcp_world
 
-HERE = r"[^ ]*test_whereabouts\.py:\d+"
+HERE = r"[^ ]*test_whereabouts\.py:\d+(?:, called from [^ ]*test_whereabouts\.py:\d+)?"
 
 
 ASKS = 1

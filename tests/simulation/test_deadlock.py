@@ -490,3 +490,21 @@ def test_a_rank_that_waits_for_its_own_collective_is_named_once():
     with pytest.raises(echelon.DeadlockError) as caught:
         echelon.simulate(waits_for_its_collective_while_the_other_receives, 2)
     assert "with rank 0 in a collective and rank 1 in a message" in str(caught.value)  # not "ranks 0 and 0"
+
+
+def add_up(group):
+    group.all_reduce(torch.ones(2))
+
+
+def add_up_in_another_group(group):
+    groups = [group.subgroup([0, 1]) for _ in range(2)]
+    if group.rank:
+        groups.reverse()
+    add_up(groups[0])
+
+
+def test_the_caller_of_a_helper_is_named():
+    with pytest.raises(DeadlockError) as caught:
+        echelon.simulate(add_up_in_another_group, 2)
+    line = add_up_in_another_group.__code__.co_firstlineno + 4
+    assert str(caught.value).count(f"group.all_reduce(torch.ones(2)), called from {__file__}:{line}") == 2

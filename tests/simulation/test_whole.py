@@ -274,7 +274,9 @@ def test_different_calls_are_told_with_both_lines(odd):
                 told = str(caught.value)
                 for call in (mine, theirs):
                     line = CALLS[call].__code__.co_firstlineno
-                    assert f"{call} of group 'world' at {__file__}:{line} on rank" in told
+                    caller = call_apart.__code__.co_firstlineno + 1
+                    where = f"{__file__}:{line}, called from {__file__}:{caller}"
+                    assert f"{call} of group 'world' at {where} on rank" in told
 
 
 def one_skips(group):

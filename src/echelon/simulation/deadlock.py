@@ -34,7 +34,7 @@ class Waiting(NamedTuple):
     """Ranks that it waits for. Its own if it waits for an asynchronous operation, ANY if any rank will do."""
     doing: str
     place: str
-    """Line of the program. Empty if the rank's function has returned."""
+    """Line of the program, and of its caller. Empty if the rank's function has returned."""
     is_beside: bool
     """Whether the task is a lane. `place` is then the line that started the operation."""
     is_send: bool
@@ -230,7 +230,7 @@ def _waiting(world: World, task: Task) -> Waiting:
         rank=task.rank,
         peers=work.awaited(),
         doing=_doing(work, world.flight_recorders[task.rank]),
-        place=_line_of_lane(world, task, work) if task.number else source_of(place_of_thread(task.thread.ident)),
+        place=_line_of_lane(world, task, work) if task.number else _line_of_main(task, flight),
         is_beside=task.number > 0,
         is_send=isinstance(work.description, Passage) and work.description.doing == SEND,
         is_collective=work.awaited() == (task.rank,) or bool(work.operation),
@@ -244,6 +244,12 @@ def _line_of_lane(world: World, task: Task, work: VirtualWork[object]) -> str:
     """Returns the line that started the operation of a lane. That of the operation in the lane, if it has no record."""
     flight = _flight_of(work, world.flight_recorders[task.rank])
     return source_of(task.origin if flight is None else flight.place)
+
+
+def _line_of_main(task: Task, flight: OperationRecord | None) -> str:
+    """Returns the line at which a rank's program waits, with the caller if the operation was called there."""
+    place = place_of_thread(task.thread.ident)
+    return source_of(place) + (flight.called_from() if flight is not None and flight.place == place else "")
 
 
 def _flight_of(work: VirtualWork[object], recorder: FlightRecorder) -> OperationRecord | None:

@@ -168,7 +168,7 @@ def _pack(text: str, calls: Sequence[OperationRecord]) -> str:
     letters = ""
     room = wire.MAX_NOTE_BYTES - len(text.encode(errors="backslashreplace")) - 1
     for call in calls:
-        line = line_of(call.place)
+        line = line_of(call.place) + call.called_from()
         is_next = call.sequence == calls[0].sequence - len(letters)
         # A letter. A new line also takes its text, and the line break before it.
         needed = 1 if line in lines else 2 + len(line.encode(errors="backslashreplace"))

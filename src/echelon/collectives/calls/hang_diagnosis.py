@@ -20,7 +20,7 @@ from echelon.backends.status import ANSWER_SECONDS, Question, Standing, Status
 from echelon.backends.work import is_waited_for
 from echelon.call_site import may_run_in_other_threads
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
-from echelon.operation_records import FlightRecorder, OperationRecord
+from echelon.operation_records import CALLED_FROM, FlightRecorder, OperationRecord
 from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
@@ -273,10 +273,13 @@ def first_at_other_lines(
         if flight is None or not (text := theirs(flight)):
             break
         # Cut alike, since a path may hold the words, too.
-        here, there = (each.partition(" after ")[0].rpartition(" at ")[2] for each in (str(flight), text))
+        sides = [each.partition(" after ")[0].rpartition(" at ")[2] for each in (str(flight), text)]
+        if not all(CALLED_FROM in each for each in sides):  # not known of a call of the native library
+            sides = [each.partition(CALLED_FROM)[0] for each in sides]
+        here, there = sides
         if here != there:
-            sides = f"{here} on rank {ranks[0]} and {there} on rank {ranks[1]}"
-            found = f"; their lines differ from #{flight.sequence} on, {sides}"
+            text = f"{here} on rank {ranks[0]} and {there} on rank {ranks[1]}"
+            found = f"; their lines differ from #{flight.sequence} on, {text}"
         flight = recorder.find(flight.context, flight.sequence - 1)
     return found
 
