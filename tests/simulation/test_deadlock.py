@@ -504,7 +504,7 @@ def add_up_in_another_group(group):
 
 
 def test_the_caller_of_a_helper_is_named():
-    with pytest.raises(DeadlockError) as caught:
+    with pytest.raises(echelon.DeadlockError) as caught:
         echelon.simulate(add_up_in_another_group, 2)
     line = add_up_in_another_group.__code__.co_firstlineno + 4
     assert str(caught.value).count(f"group.all_reduce(torch.ones(2)), called from {__file__}:{line}") == 2
