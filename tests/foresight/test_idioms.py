@@ -236,3 +236,16 @@ def test_flex_attention_counts_as_flash_attention(how):
     words += ", and its mask that of a causal one" if how == "causal" else ""
     earlier = ["a function that was compiled earlier counts as not compiled"] if how == "compiled" else []
     assert [each.partition(" at ")[0] for each in assumptions] == [*earlier, words]
+
+
+def clips():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10))).cuda()
+    model(torch.randn(2, 8, device="cuda")).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    steps(model, torch.randn(2, 8, device="cuda"), count=1)
+
+
+def test_gradients_are_clipped_by_a_kernel_for_many_of_them():
+    kernels = [each for each in foresee(clips, 1).traces[0].entries if type(each).__name__ == "Kernel"]
+    names = [each.name for each in kernels if each.phase == "other"]
+    assert names.count("_foreach_norm") == names.count("_foreach_mul_") == names.count("linalg_vector_norm") == 1

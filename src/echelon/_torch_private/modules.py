@@ -151,17 +151,36 @@ def optimizers_as_on_gpu() -> Iterator[None]:
     """
     name = "_get_foreach_kernels_supported_devices"
     optimizers: Any = importlib.import_module("torch.optim.optimizer")  # no attribute of its package
-    original, types = optimizers._get_foreach_kernels_supported_devices, optimizers._foreach_supported_types
-    modules = torch.utils._foreach_utils, optimizers
+    original = optimizers._get_foreach_kernels_supported_devices
+    # A list of each module: of optimizers, and of gradient clipping.
+    modules: tuple[Any, ...] = optimizers, torch.utils._foreach_utils
     for module in modules:
         setattr(module, name, lambda: [*original(), "cpu"])
-    types.append(FakeTensor)
+        module._foreach_supported_types.append(FakeTensor)
     try:
         yield
     finally:
-        types.remove(FakeTensor)
         for module in modules:
+            module._foreach_supported_types.remove(FakeTensor)
             setattr(module, name, original)
+
+
+@contextmanager
+def clipping_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, torch computes the norm of gradients, and scales gradients by it, by wrappers of its own functions.
+
+    `clip_grad_norm_` finds both by their private names. Programs may have imported it by its own name.
+    """
+    module: Any = importlib.import_module("torch.nn.utils.clip_grad")
+    public: Any = torch.nn.utils
+    norm, scale = module._get_total_norm, module._clip_grads_with_norm_
+    module._get_total_norm = public.get_total_norm = wrap(norm)
+    module._clip_grads_with_norm_ = public.clip_grads_with_norm_ = wrap(scale)
+    try:
+        yield
+    finally:
+        module._get_total_norm = public.get_total_norm = norm
+        module._clip_grads_with_norm_ = public.clip_grads_with_norm_ = scale
 
 
 @contextmanager

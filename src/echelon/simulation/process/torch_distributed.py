@@ -35,6 +35,7 @@ from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.simulation.backend import StoreWait, VirtualBackend, VirtualLanes
 from echelon.simulation.process.calls import NEEDS_CUDA
+from echelon.simulation.process.clipping import clipping_explained
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.pools import pools_in_lanes
 from echelon.simulation.process.profiler import one_session_at_a_time
@@ -135,6 +136,7 @@ class TorchDistributed:
                 futures_that_wait_by(self._wait_for),
                 pools_in_lanes(self._lanes_here),
                 one_session_at_a_time(self._rank_here),
+                clipping_explained(),
             ):
                 for module in (dist, distributed_c10d, _RENDEZVOUS):
                     for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
