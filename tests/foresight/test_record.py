@@ -1,6 +1,7 @@
 """Steps of unmodified programs, recorded on fake tensors."""
 
 import os
+import re
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon import CollectiveMismatch
+from echelon import CollectiveMismatch, foresee
 from echelon.foresight.digest import digest
 from echelon.foresight.record.communication import reduction_of
 from echelon.foresight.record.run import record
@@ -363,3 +364,21 @@ def test_compiled_code_runs_as_eager_code_and_its_kernels_are_marked():
     assert [marked[name] for name in names] == [True] * 4 + [False] * 2
     assert not any(each.is_compiled for each in kernels(trace) if each.phase == "optimizer")
     assert (torch.compile, torch.nn.Module.compile) == before
+
+
+@pytest.mark.parametrize(
+    ("program", "modules"),
+    [
+        # The last collective is that of the outermost module, after the last node of the backward.
+        (programs.fsdp, ["layers.1", "layers.0", "layers.1", "layers.0", "FSDPDecoder"]),
+        # By the parameter whose gradient completes the bucket.
+        (programs.ddp, ["embedding"]),
+    ],
+)
+def test_communication_of_a_backward_belongs_to_a_module(program, modules):
+    seen = foresee(program, 2)
+    trace = seen.traces[0]
+    found = [each for each in trace.entries if isinstance(each, Collective) and each.phase == "backward"]
+    assert [trace.modules[each.module] for each in found] == modules
+    shown = [each for names in seen.played.exposed_modules.values() for each in names]
+    assert re.sub(r"\d", "*", modules[-1]) in shown

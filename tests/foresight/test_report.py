@@ -36,7 +36,7 @@ def test_the_text_has_time_rates_exposed_lines_and_memory(step):
         "tokens per second      100",
         "kernels                matmul 0%, attention 0%, other 50%",
         "exposed communication  50.0%",
-        "train.py:2                g0  2.00 s  50.0%",
+        "train.py:2                         g0  2.00 s  50.0%",
         "activations                   0.50",
         "reserved                      0.75",
         "fits into                     1.00",
@@ -103,7 +103,7 @@ def test_the_figures_are_json(step):
     assert figures["tokens_per_second"] == 100
     assert figures["mfu"] == pytest.approx(400 / (4 * 1000))
     assert figures["roles"] == {"0": 4}
-    assert figures["exposed"] == [{"group": "g0", "place": "train.py:2", "seconds": 2}]
+    assert figures["exposed"] == [{"group": "g0", "place": "train.py:2", "modules": [], "seconds": 2}]
     assert figures["memory"]["kinds"] == {"activations": GIB // 2, "gradients": GIB // 4}
     assert figures["memory"]["fits"] is True
 

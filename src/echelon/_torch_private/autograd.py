@@ -145,6 +145,11 @@ def node_number() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
+def accumulated_leaf() -> torch.Tensor | None:
+    """Returns the leaf whose gradient this thread accumulates, also in hooks after that. None if it does not."""
+    return getattr(torch._C._current_autograd_node(), "variable", None)
+
+
 def node_name() -> str:
     """Returns the name of the node whose backward runs in this thread. Empty if there is none."""
     node = torch._C._current_autograd_node()

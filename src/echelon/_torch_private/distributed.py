@@ -284,6 +284,11 @@ def module_of_parameters(group: object) -> str:
     return _label_of_parameters(group).partition("(")[2].partition(")")[0] if _has_labels() else ""
 
 
+def modules_of_parameters(group: object) -> tuple[torch.nn.Module, ...]:
+    """Returns the modules whose parameters FSDP2 gathers and reduces as one group. Empty for other objects."""
+    return tuple(getattr(group, "modules", ())) if type(group).__name__ == "FSDPParamGroup" else ()
+
+
 @cache
 def _has_labels() -> bool:
     return not missing(FSDP2_NAMES)

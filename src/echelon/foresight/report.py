@@ -129,7 +129,12 @@ class Report:
             "kernel_seconds": dict(self._slowest.kernel_seconds),
             "shares": self._slowest.shares._asdict(),
             "exposed": [
-                {"group": name.group, "place": name.place, "seconds": seconds}
+                {
+                    "group": name.group,
+                    "place": name.place,
+                    "modules": list(played.exposed_modules.get(name, ())),
+                    "seconds": seconds,
+                }
                 for name, seconds in played.exposed.items()
             ],
             "memory": {
@@ -201,15 +206,16 @@ class Report:
         return table
 
     def _communication(self) -> Table:
-        table = _table("exposed communication", "group", "time", "share")
+        table = _table("exposed communication", "modules", "group", "time", "share")
         rows = list(self.played.exposed.items())
         for name, seconds in rows[:_MOST_LINES]:
             share = f"{seconds / self.played.seconds:.1%}"
-            table.add_row(_short(name.place or "unknown line", 40), name.group, seconds_text(seconds), share)
+            modules = _short(", ".join(self.played.exposed_modules.get(name, ())), 24)
+            table.add_row(_short(name.place or "unknown line", 40), modules, name.group, seconds_text(seconds), share)
         rest = sum(seconds for _, seconds in rows[_MOST_LINES:])
         if rest:
             left = f"{len(rows) - _MOST_LINES} other lines"
-            table.add_row(left, "", seconds_text(rest), f"{rest / self.played.seconds:.1%}")
+            table.add_row(left, "", "", seconds_text(rest), f"{rest / self.played.seconds:.1%}")
         return table
 
     def memory_table(self) -> Table:

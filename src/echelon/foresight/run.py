@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,7 +25,7 @@ from echelon.foresight.record.device_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report, seconds_text
 from echelon.foresight.roles import Roles
-from echelon.foresight.trace import Trace
+from echelon.foresight.trace import Trace, alike_layers
 from echelon.launch.call import OF_OTHER_LAUNCHERS, rank_call
 from echelon.launch.run import Console, Program
 from echelon.simulation.network import Network
@@ -49,8 +48,6 @@ _MOST_AT_ONCE = 8
 """Most ranks that are timed at once with real tensors, as ranks of one host share its processors and its memory."""
 _LISTED = 8
 """Storages that a report of too little memory lists."""
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""Number of a layer in the name of a module."""
 _LEAST_EXPOSED = 0.02
 """Least exposed share of a step with forecasts. Below it a change would be smaller than the error of the forecast."""
 _NO_CHANGE = 5e-4
@@ -289,7 +286,7 @@ class Foreseen:
         modules: dict[tuple[str, str], set[str]] = {}
         for storage in self.memory[rank].alive_at_peak:
             module = trace.modules[storage.module] if storage.module >= 0 else ""
-            place = f"{storage.kind} of {trace.line(storage)}", _NUMBER.sub("*", module)
+            place = f"{storage.kind} of {trace.line(storage)}", alike_layers(module)
             sizes[place] = sizes.get(place, 0) + storage.num_bytes
             modules.setdefault(place, set()).add(module)
         named = []

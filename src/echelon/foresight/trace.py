@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -165,6 +166,15 @@ Entry: TypeAlias = Kernel | Collective | Message | Wait | RecordEvent | WaitEven
 
 Order: TypeAlias = Collective | Message | Wait | RecordEvent | WaitEvent | HostWait
 """Entries that order communication."""
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""Number of a layer in the name of a module."""
+
+
+def alike_layers(module: str) -> str:
+    """Returns the name of a module without numbers of layers, as "layers.*.attention"."""
+    return _NUMBER.sub("*", module)
 
 
 class Group(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import accumulate, chain, repeat
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from echelon.foresight.memory import NAMES, TONES, Curve, highest, limit_text
 from echelon.foresight.page.lanes import lanes_of
-from echelon.foresight.play.played import Exposed
+from echelon.foresight.play.played import Played
 from echelon.foresight.report import NOT_MODELLED, Report, accuracy_of, accuracy_text, seconds_text, size_text
 from echelon.timeline.palette import COLORS
 from echelon.timeline.widget.data import Data, Panel
@@ -67,7 +67,7 @@ def page(seen: Foreseen, report: Report) -> str:
         "kinds": _legend(curve, limit),
         "figures": _rich_table(figures),
         "peak": _rich_table(peak),
-        "exposed": _exposed(played.exposed, played.seconds),
+        "exposed": _exposed(played),
         "largest": _largest(seen),
         "notes": _list("What if", report.what_ifs)
         + _list("Assumed", seen.assumptions)
@@ -233,12 +233,18 @@ def _largest(seen: Foreseen) -> str:
 # Tables and lists
 
 
-def _exposed(exposed: Mapping[Exposed, float], seconds: float) -> str:
+def _exposed(played: Played) -> str:
     rows = [
-        (name.place or "unknown line", name.group, seconds_text(time), f"{time / seconds:.1%}")
-        for name, time in list(exposed.items())[:_LINES]
+        (
+            name.place or "unknown line",
+            ", ".join(played.exposed_modules.get(name, ())),
+            name.group,
+            seconds_text(time),
+            f"{time / played.seconds:.1%}",
+        )
+        for name, time in list(played.exposed.items())[:_LINES]
     ]
-    return _table(("line", "group", "time", "share"), rows) if rows else "<p>None.</p>"
+    return _table(("line", "modules", "group", "time", "share"), rows) if rows else "<p>None.</p>"
 
 
 def _rich_table(table: Table) -> str:

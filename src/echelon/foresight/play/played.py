@@ -13,7 +13,7 @@ from echelon.foresight.play.allocator import Memory, memory_of
 from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.program import Program
-from echelon.foresight.trace import Kernel, Message, Trace
+from echelon.foresight.trace import Kernel, Message, Trace, alike_layers
 from echelon.timeline.timeline import Span, Timeline
 
 _FEW_RANKS = 2
@@ -154,6 +154,18 @@ class PlayedRole:
         return dict(found)
 
     @cached_property
+    def exposed_modules(self) -> Mapping[Exposed, tuple[str, ...]]:
+        """Modules of exposed communication by group and line, in the order of their calls. Alike layers are one."""
+        found: dict[Exposed, dict[str, None]] = defaultdict(dict)
+        trace = self.program.trace
+        for span, _, _ in self.exposed_parts:
+            entry = trace.communication(span.entry)
+            if entry.module >= 0:
+                name = Exposed(group_text(trace, entry.group), trace.line(entry, ""))
+                found[name][alike_layers(trace.modules[entry.module])] = None
+        return {name: tuple(modules) for name, modules in found.items()}
+
+    @cached_property
     def exposed_parts(self) -> tuple[ExposedPart, ...]:
         """Intervals in which no kernel runs and communication does."""
         spans = self.communication
@@ -278,6 +290,15 @@ class Played:
             for name, seconds in role.exposed.items():
                 longest[name] = max(seconds, longest.get(name, 0.0))
         return dict(sorted(longest.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def exposed_modules(self) -> Mapping[Exposed, tuple[str, ...]]:
+        """Modules of exposed communication of all roles by group and line. Alike layers are one."""
+        found: dict[Exposed, dict[str, None]] = defaultdict(dict)
+        for role in self.roles.values():
+            for name, modules in role.exposed_modules.items():
+                found[name].update(dict.fromkeys(modules))
+        return {name: tuple(modules) for name, modules in found.items()}
 
     @cached_property
     def model_flops(self) -> float:

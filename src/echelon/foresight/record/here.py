@@ -51,6 +51,8 @@ class Recording(NamedTuple):
         """Writes a collective of fake tensors into the log; see `Collective`. Returns the entry."""
         log, number = self.log, self.memory.number
         phase, place, module = log.where(inputs)
+        if phase == "backward" and (owner := log.owner()) >= 0:
+            module = owner
         entry = Collective(
             stream=log.stream,
             number=log.new_number(),

@@ -6,7 +6,7 @@ import collections
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import NamedTuple
@@ -104,6 +104,8 @@ class Log:
         """A mark whenever a module is entered or left."""
         self.compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Modules that the program compiles."""
+        self.owner: Callable[[], int] = lambda: -1
+        """Returns the module for whose parameters a backward communicates, -1 if it is not known; see `modules`."""
         self._compiled_depth = 0
         """Number of nested calls of compiled code."""
         # Now: the program may change it.

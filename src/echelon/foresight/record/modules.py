@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
+from echelon._torch_private.autograd import accumulated_leaf
+from echelon._torch_private.distributed import modules_of_parameters
 from echelon._torch_private.tensors import tree_leaves
+from echelon.call_site import OF_FSDP2, kind_of
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.placement import Placement
 
@@ -31,9 +38,12 @@ class Modules:
         self._stack: list[int] = []
         self._compiling: list[tuple[nn.Module, AbstractContextManager[None]]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        # By identity: two parameters are equal element by element.
+        self._of_parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 
     def watch(self) -> None:
         """Registers the hooks, which the calling rank has for itself."""
+        self._log.owner = self._owner
         register_module_forward_pre_hook(self._enter)
         # always_call: also after a forward that has raised, which would stay on the stack.
         register_module_forward_hook(self._leave, always_call=True)
@@ -68,6 +78,22 @@ class Modules:
         # Nodes that a backward makes outside of modules belong to none.
         self._log.enter(self._stack[-1] if self._stack else -1)
 
+    def _owner(self) -> int:
+        """Returns the module for whose parameters a backward communicates. -1 if none is known.
+
+        FSDP2 names its modules. DDP starts a bucket once the gradient of its last parameter is there.
+        """
+        if (leaf := accumulated_leaf()) is not None and (name := self._of_parameters.get(leaf)) is not None:
+            return self._log.modules.of(name)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (kind := kind_of(frame.f_code.co_filename)):
+            if kind == OF_FSDP2:
+                for module in modules_of_parameters(frame.f_locals.get("self")):
+                    if (name := self._names.get(module)) is not None:
+                        return self._log.modules.of(name)
+            frame = frame.f_back
+        return -1
+
     def _name_all(self, root: nn.Module) -> None:
         if self._stack:  # made after its parent was first called
             self._names[root] = f"{list(self._log.modules)[self._stack[-1]]}.{type(root).__name__}"
@@ -77,7 +103,9 @@ class Modules:
             parts = [part for part in path.split(".") if part not in _WRAPPERS]
             if parts[:1] == first:
                 parts = parts[1:]
-            self._names[module] = ".".join(parts) or type(module).__name__
+            self._names[module] = name = ".".join(parts) or type(module).__name__
+            for parameter in module.parameters(recurse=False):
+                self._of_parameters[parameter] = name
         self._names.setdefault(root, type(root).__name__)  # a wrapper may leave itself out
 
 
