@@ -249,3 +249,60 @@ def test_gradients_are_clipped_by_a_kernel_for_many_of_them():
     kernels = [each for each in foresee(clips, 1).traces[0].entries if type(each).__name__ == "Kernel"]
     names = [each.name for each in kernels if each.phase == "other"]
     assert names.count("_foreach_norm") == names.count("_foreach_mul_") == names.count("linalg_vector_norm") == 1
+
+
+def uses_older_names():
+    x = torch.cuda.FloatTensor(3)
+    assert x.shape == (3,)
+    assert isinstance(x, torch.cuda.FloatTensor)
+    assert not isinstance(x, torch.cuda.LongTensor)
+    assert torch.cuda.LongTensor([1, 2]).dtype == torch.int64
+    assert x.type(torch.cuda.HalfTensor).dtype == x.type("torch.cuda.HalfTensor").dtype == torch.float16
+    assert x.type(torch.float64).dtype == torch.float64
+    steps(nn.Linear(3, 3).cuda(), torch.cuda.FloatTensor(2, 3))
+
+
+def asks_for_memory():
+    x = torch.randn(1 << 20, device="cuda")
+    assert torch.cuda.memory_allocated() == torch.cuda.memory.memory_allocated() >= x.nbytes
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.memory.reset_peak_memory_stats()
+    assert torch.cuda.memory_snapshot() == torch.cuda.memory._snapshot()["segments"] == []
+    assert torch.cuda.temperature() == torch.cuda.power_draw() == 0
+    steps(nn.Linear(8, 8).cuda(), torch.randn(2, 8, device="cuda"))
+
+
+def marks_ranges():
+    torch.cuda.profiler.start()
+    torch.cuda.cudart().cudaProfilerStart()
+    with torch.autograd.profiler.emit_nvtx(), torch.cuda.nvtx.range("step"):
+        steps(nn.Linear(8, 8).cuda(), torch.randn(2, 8, device="cuda"))
+
+
+@pytest.mark.parametrize("program", [uses_older_names, asks_for_memory, marks_ranges])
+def test_names_of_cuda_work(program):
+    assert foresee(program, 1).step_seconds > 0
+
+
+def is_profiled():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        assert not profiler.profiler.use_device  # torch would log an error for each operator
+    steps(nn.Linear(8, 8).cuda(), torch.randn(2, 8, device="cuda"))
+
+
+def test_a_profiler_of_the_gpu_watches_nothing():
+    assert foresee(is_profiled, 1).step_seconds > 0
+
+
+def has_sparse_gradients():
+    steps(nn.Embedding(10, 8, sparse=True).cuda(), torch.randint(0, 10, (4,), device="cuda"))
+
+
+def makes_sparse_tensors():
+    torch.randn(4, 4, device="cuda").to_sparse()
+
+
+@pytest.mark.parametrize("program", [has_sparse_gradients, makes_sparse_tensors])
+def test_sparse_tensors_are_refused_by_one_line(program):
+    with pytest.raises(UnsupportedOp, match=r"^a sparse tensor at .*test_idioms.py:\d+ is not foreseen.*dense tensors"):
+        foresee(program, 1)

@@ -128,7 +128,7 @@ def _describe(found: list[Any], values: Sequence[Any], inputs: list[FakeTensor])
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if value.constant is not None:
+            if value.constant is not None or value.layout != torch.strided:  # a sparse one has no storage
                 raise _Unsure
             inputs.append(value)
             found.append(_form(value))
@@ -169,6 +169,8 @@ def _result(out: Any, inputs: Sequence[FakeTensor]) -> _Result:
         raise _Unsure
     outputs = out if container else (out,)
     with torch._C.DisableTorchFunction():
+        if any(isinstance(each, torch.Tensor) and each.layout != torch.strided for each in outputs):
+            raise _Unsure
         addresses = [each.untyped_storage()._cdata for each in inputs]
         parts = tuple(_part(each, inputs, addresses) for each in outputs)
         made = [each.untyped_storage()._cdata for each in outputs if each is not None]

@@ -152,6 +152,17 @@ def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return args[0]
 
 
+def _typed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns a tensor of another type, such as `torch.cuda.FloatTensor` or its name: on the GPU, of its dtype."""
+    tensor, *others = args
+    goal = others[0] if others else kwargs.get("dtype")
+    if isinstance(goal, str) and goal.startswith("torch.cuda."):
+        goal = getattr(torch.cuda, goal.removeprefix("torch.cuda."))
+    if goal is None or isinstance(goal, str | type | torch.dtype):
+        return func(*args, **kwargs)
+    return _placed("to", (tensor, torch.device(_CUDA)), {}, tensor.to("cpu", goal.dtype))
+
+
 def _values(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
     """Returns the assumed values of a tensor as nested lists."""
     tensor = args[0]
@@ -349,6 +360,7 @@ _SPECIAL: dict[str, _Special] = {
     "_parse_to": _parsed,
     "cuda": _moved_to_gpu,
     "histc": _histogram,
+    "type": _typed,
     "pin_memory": lambda _, args, __: args[0],
     "is_pinned": lambda *_: True,
     # As libraries have it that were imported before. `device_names` replaces it, too.

@@ -76,7 +76,13 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             replace(torch.version, "cuda", "12.8")
             replace(torch.backends.cudnn, "is_available", _returning(True))
             replace(torch.Tensor, "record_stream", _nothing)
-            replace_all(torch.cuda.memory, {"_record_memory_history": _nothing, "_dump_snapshot": _nothing})
+            replace_all(torch.cuda.memory, {**_memory_names(gpu), **_SNAPSHOTS})
+            replace(torch.cuda, "memory_snapshot", _SNAPSHOTS["memory_snapshot"])
+            replace_all(torch.cuda, {**_SENSORS, **_TYPES, "cudart": _returning(_RUNTIME)})
+            replace_all(torch.cuda.profiler, {"start": _nothing, "stop": _nothing})
+            wrap(torch.autograd.profiler.profile, "__init__", _without_kernels)
+            wrap(torch.autograd.profiler.emit_nvtx, "__enter__", lambda _, __, context: context)
+            wrap(torch.autograd.profiler.emit_nvtx, "__exit__", _nothing)
             replace(torch.cuda, "CUDAGraph", _NoGraph)
             replace(dist, "is_nccl_available", _returning(True))
             wrap(torch.autocast, "__init__", _on_cpu)
@@ -130,6 +136,55 @@ def _begin_batch(size: int) -> None:
 
 def _returning(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
+
+
+def _without_kernels(_: Recording, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Makes a profiler of the host alone. torch would log an error for each operator, since it finds no GPU."""
+    original(*args, **{**kwargs, "use_cpu": True, "use_device": None, "use_cuda": False})
+
+
+_SNAPSHOTS: dict[str, Any] = {
+    "_record_memory_history": _nothing,
+    "_dump_snapshot": _nothing,
+    "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},
+    "memory_snapshot": lambda *_, **__: [],
+}
+_SENSORS = {name: _returning(0) for name in ("temperature", "power_draw", "clock_rate", "memory_usage")}
+_RUNTIME = SimpleNamespace(cudaProfilerStart=_returning(0), cudaProfilerStop=_returning(0))
+"""Functions of CUDA's runtime that scripts call by themselves. 0 is success."""
+
+
+class _TensorType:
+    """Replacement of a type such as `torch.cuda.FloatTensor`: makes tensors of one dtype on the GPU."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, *args: Any, **_: Any) -> Tensor:
+        """Returns a tensor of a shape, or of the given values."""
+        if len(args) == 1 and not isinstance(args[0], int | torch.Size):
+            return torch.as_tensor(args[0], dtype=self.dtype, device="cuda")
+        return torch.empty(*args or (0,), dtype=self.dtype, device="cuda")
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, FakeTensor) and value.dtype == self.dtype
+
+
+_TYPES = {
+    f"{name}Tensor": _TensorType(dtype)
+    for name, dtype in {
+        "Float": torch.float32,
+        "Double": torch.float64,
+        "Half": torch.float16,
+        "BFloat16": torch.bfloat16,
+        "Long": torch.int64,
+        "Int": torch.int32,
+        "Short": torch.int16,
+        "Char": torch.int8,
+        "Byte": torch.uint8,
+        "Bool": torch.bool,
+    }.items()
+}
 
 
 _STREAMS: dict[str, Any] = {

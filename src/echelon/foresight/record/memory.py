@@ -11,6 +11,7 @@ import torch
 
 from echelon._torch_private.autograd import is_in_backward
 from echelon._torch_private.tensors import FakeTensor, local_part, storage_address
+from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import calling_file
 from echelon.foresight.record.log import Log
 from echelon.foresight.trace import Allocate, Entry, Free, MemoryKind
@@ -43,7 +44,13 @@ class Memory:
 
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number of a tensor's storage, which counts from now on."""
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            raise UnsupportedOp(
+                f"a sparse tensor at {self._log.line()} is not foreseen, since its size depends on values: foresee the "
+                "script with dense tensors there, as by nn.Embedding(sparse=False)"
+            ) from None
         known = self._known.get(storage_address(storage))
         if known is not None:
             return known[0]
