@@ -87,6 +87,11 @@ class ForeseeOptions:
             raise LaunchError(no_ranks("foresee", self.program, self.args or []))
         if self.num_ranks < 1:
             raise InvalidWorldSize(f"-n {self.num_ranks}: give at least 1 rank")
+        if "," in self.gpu and not self.gpu.endswith(".json"):
+            raise LaunchError(
+                f"--gpu {self.gpu}: give one GPU; foresee the script once for each, or in Python play it again by "
+                "foresee(...).on(gpu=...)"
+            )
         if self.steps < 1:
             raise LaunchError(f"--steps {self.steps}: give at least 1")
         if self.tokens is not None and self.tokens < 1:
