@@ -26,9 +26,10 @@ from torch import save
 from torch.distributed.checkpoint import load as load_distributed
 from torch.distributed.checkpoint import save as save_distributed
 
-from echelon import UnsupportedOp
+from echelon import UnsupportedOp, foresee
 from echelon.checkpoint.store import Store
 from echelon.foresight.record.run import Request, record, record_in_turn
+from echelon.foresight.trace import HostWait
 from echelon.launch.call import rank_call
 from tests.foresight import programs
 
@@ -106,6 +107,46 @@ def test_checkpoints_are_read_as_shapes(tmp_path):
 
 
 FILES = ("a.txt", "b.txt", "data.bin", "base.db", "folder/c.txt", "old/d.txt")
+
+
+def resumed(path, location, saves_itself):
+    device = programs.begin()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.ones(4, 8, device=device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if saves_itself:
+        step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    loaded = torch.load(path, map_location=location)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    if not saves_itself and location != "cuda":
+        assert optimizer.state_dict()["state"][0]["step"].item() == 2
+    step()
+    step()
+
+
+@pytest.mark.parametrize("saves_itself", [False, True])
+@pytest.mark.parametrize("location", [None, "cpu", "cuda", lambda storage, _: storage])
+def test_an_optimizer_that_is_loaded_counts_its_steps_on_the_host(location, saves_itself, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    if not saves_itself:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    seen = foresee(resumed, 1, (path, location, saves_itself), gpu="h100")
+    waits = sum(isinstance(each, HostWait) for each in seen.traces[0].entries)
+    # With map_location torch puts the counts of steps on the GPU, too. The optimizer reads each of them.
+    assert waits == (8 if location == "cuda" else 0)
+    assert len(seen.assumptions) == (location == "cuda")
 
 
 def descriptor(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,11 +13,14 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from echelon._torch_private.tensors import FakeTensor, real_tensors, tree_leaves
 from echelon.checkpoint.saving import Handle
 from echelon.checkpoint.store import Store
 from echelon.errors import UnsupportedOp
+from echelon.foresight.record.device import mapped
 from echelon.foresight.record.here import Recording
 from echelon.foresight.record.overlay import Scratch
+from echelon.foresight.record.placement import is_gpu
 from echelon.foresight.record.writer import nothing, replaced, skip, unrecorded
 
 _NOT_READ = "it cannot be read back: load one that exists before the script is foreseen, or none"
@@ -205,15 +209,31 @@ class CheckpointCalls:
         """Does as `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
         is_path = isinstance(f, str | os.PathLike)
         found = self._checkpoint(recording, os.fsdecode(f), name) if is_path else None
-        if found is None:
-            return original(f, *args, **kwargs)
-        # The arguments of safetensors mean nothing to torch.load.
         if original is not self._torch_load:
+            if found is None:
+                return original(f, *args, **kwargs)
+            # The arguments of safetensors mean nothing to torch.load.
             args, kwargs = (), {}
-        # By the file, since the name may end as one of safetensors. Its size is that of the tensors, which may be
-        # more than can be mapped.
-        with unrecorded(), open(found, "rb") as file:
-            return self._torch_load(file, *args, **{**kwargs, "mmap": False})
+        location, *others = args or (kwargs.pop("map_location", None),)
+        mapped(location)  # raises for a GPU that is not there
+        # Recorded tensors are on the CPU for torch, those of a checkpoint of a GPU, too.
+        if found is None:
+            loaded = original(f, "cpu", *others, **kwargs)
+        else:
+            # By the file, since the name may end as one of safetensors. Its size is that of the tensors, which may be
+            # more than can be mapped.
+            with unrecorded(), open(found, "rb") as file:
+                loaded = self._torch_load(file, "cpu", *others, **{**kwargs, "mmap": False})
+        if recording.placement is not None and is_gpu(location):
+            for each in tree_leaves(loaded):
+                recording.placement.made(each, on_gpu=True)
+        elif found is not None:
+            with real_tensors():
+                _take_numbers(loaded, None)
+        elif is_path:
+            with contextlib.suppress(Exception), unrecorded(), real_tensors():  # a file that cannot be mapped
+                _take_numbers(loaded, self._torch_load(f, "cpu", *others, **{**kwargs, "mmap": True}))
+        return loaded
 
     def _load_apart(
         self, name: str, recording: Recording, original: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -240,6 +260,24 @@ class CheckpointCalls:
             line = recording.log.line()
             raise UnsupportedOp(f"{name} of {path} at {line}: {saved.saved_by} was skipped, and {_NOT_READ}")
         return saved.file
+
+
+def _take_numbers(loaded: Any, real: Any) -> None:
+    """Puts real tensors without dimensions in place of fake ones, in nested dicts and lists.
+
+    They are numbers on the host, such as the steps of an optimizer, which it reads in each step.
+
+    Args:
+        loaded: the dict or list that is changed. Others are left as they are.
+        real: the same with real tensors. None: the numbers are 1.
+    """
+    if isinstance(loaded, dict | list):
+        for key, value in loaded.items() if isinstance(loaded, dict) else enumerate(loaded):
+            other = None if real is None else real[key]
+            if isinstance(value, FakeTensor) and not value.dim():
+                loaded[key] = torch.ones((), dtype=value.dtype) if other is None else other.clone()
+            else:
+                _take_numbers(value, other)
 
 
 def _path_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
