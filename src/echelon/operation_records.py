@@ -318,8 +318,9 @@ class FlightRecorder:
         else:
             record.place = frame.f_code, frame.f_lasti, module
             caller = frame.f_back
-            if caller is not None and not kind_of(caller.f_code.co_filename) and caller.f_code.co_name != "<module>":
-                record.caller = caller.f_code, caller.f_lasti, ""
+            if caller is not None and not kind_of(caller.f_code.co_filename):
+                names = frame.f_code.co_name, caller.f_code.co_name
+                record.caller = None if "<module>" in names else (caller.f_code, caller.f_lasti, "")
         record.thread = thread = get_ident()
         record.purpose = self._purposes.get(thread, "") if self._purposes else ""
         record.begun = record.ended = None
