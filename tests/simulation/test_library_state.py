@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,18 @@ def test_each_rank_has_its_settings_of_torch():
     results = echelon.simulate(program, 4).results
     assert results == [(True, torch.float32, False), (True, torch.float64, True)] * 2
     assert settings() == before
+
+
+def test_each_rank_has_its_settings_of_python():
+    def program(group):
+        sys.setrecursionlimit(2000 + group.rank)
+        socket.setdefaulttimeout(5.0 + group.rank)
+        group.barrier()
+        return sys.getrecursionlimit(), socket.getdefaulttimeout()
+
+    before = sys.getrecursionlimit(), socket.getdefaulttimeout()
+    assert echelon.simulate(program, 3).results == [(2000, 5.0), (2001, 6.0), (2002, 7.0)]
+    assert (sys.getrecursionlimit(), socket.getdefaulttimeout()) == before
 
 
 def test_settings_that_ranks_share_are_as_before_afterwards():

@@ -259,8 +259,8 @@ class Coalesced(EchelonWork):
         return futures.then(lambda all: [tensor for future in all.value() for tensor in future.value()])
 
 
-def _finish_before_end_of_backward(outcome: Outcome[list[Tensor]]) -> None:
-    """Waits for an operation of a backward at the end of that backward, before torch's own callbacks wait for it.
+def _finish_before_end_of_backward(job: Work[None]) -> None:
+    """Waits for the job that completes a future of a backward at the end of it, before torch's own callbacks wait.
 
     DDP's C++ waits for the futures of its buckets in such a callback. A simulated rank that blocks there would keep its
     turn for ever. DDP adds its callback after it has started its last bucket, so this one comes first.
@@ -268,7 +268,7 @@ def _finish_before_end_of_backward(outcome: Outcome[list[Tensor]]) -> None:
 
     def finish() -> None:
         with suppress(Exception):  # raised again where the program, or DDP, asks for the result
-            outcome.wait()
+            job.wait(FOREVER)  # not for the future, which is done before its callbacks are
 
     at_end_of_backward(finish, lambda: None)
 
@@ -314,9 +314,10 @@ class Runner:
         end = f"the end of {running.description}"
         settled = self._queue(lambda: list(settle(running.result())), end)
         outcome: Outcome[list[Tensor]] = Outcome()
-        outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled), end))
+        job = self._queue(lambda: self._complete(outcome, settled), end)
+        outcome.is_driven_by(job)
         if must_wait and is_in_backward():
-            _finish_before_end_of_backward(outcome)
+            _finish_before_end_of_backward(job)
         work = Pending(settled, outcome, self._orphans)
         if not is_async:
             work.wait()

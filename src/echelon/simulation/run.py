@@ -39,7 +39,7 @@ from echelon.simulation.process.environment import (
     children_with_environment,
     torchrun_variables,
 )
-from echelon.simulation.process.library_state import LibraryState, TorchSettings, shared_collections
+from echelon.simulation.process.library_state import LibraryState, Settings, shared_collections
 from echelon.simulation.process.modules import MainModule
 from echelon.simulation.process.patches import Patches
 from echelon.simulation.process.precision import Precisions
@@ -242,7 +242,7 @@ def process_states(torch_distributed: TorchDistributed, seed: int, hosts: Sequen
         Attributes(attributes),
         MainModule(),
         Precisions(),
-        TorchSettings(),
+        Settings(),
         LibraryState(),
     ]
 

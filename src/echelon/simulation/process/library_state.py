@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import socket
 import sys
 import warnings
 from collections import defaultdict
@@ -20,7 +21,7 @@ from echelon.simulation.process.state import State
 
 
 class Setting(NamedTuple):
-    """Setting of torch for the whole process, by its two functions."""
+    """Setting of torch or Python for the whole process, by its two functions."""
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
@@ -71,6 +72,8 @@ SETTINGS = (
         torch.__future__.set_overwrite_module_params_on_conversion,
     ),
     Setting(torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
+    Setting(sys.getrecursionlimit, sys.setrecursionlimit),
+    Setting(socket.getdefaulttimeout, socket.setdefaulttimeout),
 )
 """Settings that ranks would overwrite for each other. Grad mode and autocast belong to threads already."""
 
@@ -86,8 +89,8 @@ SHARED_SETTINGS = (
 """Settings that ranks share, and that are as before after a simulation. To read one takes up to 3 us."""
 
 
-class TorchSettings(State):
-    """Settings of torch."""
+class Settings(State):
+    """Settings of torch and Python."""
 
     def __init__(self) -> None:
         self._outside = self.take()
