@@ -278,6 +278,31 @@ def test_streams_print_logs_and_folders_are_those_of_a_process(simulate, write, 
     assert [line for line in ended.out.splitlines() if line.startswith("[1]")] == ["[1] a", "[1] rank 1 shows"]
 
 
+def test_a_logger_of_a_package_has_what_its_rank_sets(simulate, write):
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            import logging
+            logger = logging.getLogger("torch")
+            logger.setLevel(logging.ERROR if rank else logging.INFO)
+            logger.addHandler(logging.NullHandler())
+            logger.propagate = rank == 0
+            dist.barrier()
+            own = [each for each in logger.handlers if type(each) is logging.NullHandler]
+            print(logger.level, len(own), logger.propagate, logger.isEnabledFor(logging.WARNING))
+            """
+        )
+    )
+    logger = logging.getLogger("torch")
+    before = logger.level, list(logger.handlers), logger.propagate
+    methods = logging.Logger.addHandler, logging.Logger.addFilter, logging.Logger.__setattr__
+    out = simulate("-n", 3, script).out
+    assert sorted(out.splitlines()) == ["[0] 20 1 True True", "[1] 40 1 False False", "[2] 40 1 False False"]
+    assert (logger.level, logger.handlers, logger.propagate) == before
+    assert (logging.Logger.addHandler, logging.Logger.addFilter, logging.Logger.__setattr__) == methods
+
+
 def test_functions_for_the_exit_are_called_at_the_end_of_a_rank(simulate, write):
     script = write(START + "import atexit\natexit.register(lambda: (dist.barrier(), print('bye')))\nprint('end')")
     out = simulate("-n", 2, script).out.splitlines()
