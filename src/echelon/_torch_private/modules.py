@@ -36,6 +36,11 @@ def hooks_of_all_modules() -> dict[str, Any]:
     return {name: value for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
 
 
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks that a backward calls, as of `register_full_backward_hook`."""
+    return any(vars(module).get(name) for name in ("_backward_hooks", "_backward_pre_hooks"))
+
+
 def print_options() -> tuple[Any, str]:
     """Returns the module that has the options of `torch.set_printoptions`, and their private name."""
     return torch._tensor_str, "PRINT_OPTS"

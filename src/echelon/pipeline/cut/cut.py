@@ -306,7 +306,7 @@ def divide(
         cut = partition(_measure(parts, inputs, spreads=True), num_stages)
         at, costs = [candidates[stage[0] - 1] for stage in cut.stages[1:]], cut.costs
     stages = build_stages(model, traces, at)
-    left_out = sorted(traces.training.left_out | traces.evaluation.left_out)
+    left_out = sorted(traces.training.left_out | traces.evaluation.left_out | traces.given.left_out)
     return Parts(tuple(stages), tuple(at), ("",) * len(stages), True, _seconds(costs), tuple(left_out))
 
 

@@ -95,21 +95,27 @@ class TracedStage(nn.Module):
 
     The first stage takes the model's inputs, and the last returns the model's outputs. In between, a stage takes the
     values that cross as positional arguments. It returns a single value as it is, and several as a tuple.
+
+    Until `train` or `eval` is called, it is in the mode of the model, and the modes of single layers count.
     """
 
-    def __init__(self, training: StageGraph, evaluation: StageGraph, stage: int, num_stages: int) -> None:
-        """Makes a stage without its weights.
+    def __init__(
+        self, training: StageGraph, evaluation: StageGraph, given: StageGraph, stage: int, num_stages: int
+    ) -> None:
+        """Makes a stage without its weights, in training mode.
 
         Args:
             training, evaluation: operations of the stage in these modes.
+            given: operations with the modes that the layers of the model had.
             stage: index of the stage.
             num_stages: number of stages of the model.
         """
         super().__init__()
         self._programs = {True: training, False: evaluation}
+        self._given: StageGraph | None = given
         self._stage = stage
         self._is_last = stage == num_stages - 1
-        for one in self._programs.values():
+        for one in (training, evaluation, given):
             for name, constant in one.constants.items():
                 with normal_mode():  # an ordinary tensor, even if the stage is built in inference mode
                     self.register_buffer(name, constant.detach().clone(), persistent=False)
@@ -121,6 +127,11 @@ class TracedStage(nn.Module):
         """Names of the operations in training. Stages with equal names and equal weight shapes take equally long."""
         return self._programs[True].operations
 
+    def train(self, mode: bool = True) -> TracedStage:
+        """Puts all layers into training mode, or into evaluation mode."""
+        self._given = None
+        return super().train(mode)
+
     def forward(self, *values: object, **kwargs: object) -> object:
         """Runs the stage.
 
@@ -129,7 +140,7 @@ class TracedStage(nn.Module):
                 another path.
             ScheduleError: the stage before is in another mode (training or evaluation).
         """
-        one = self._programs[self.training]
+        one = self._given or self._programs[self.training]
         leaves = _keyword_leaves(one, kwargs, self._stage)
         entering = _tensors_of_inputs(one.trace, values, kwargs) if self._stage == 0 else values
         if len(entering) != one.num_values:
@@ -229,18 +240,19 @@ def build_stages(model: nn.Module, traces: Traces, at: Sequence[str]) -> list[nn
     Raises:
         PartitionError: a name that is no layer, or names that are not in the order in which the layers run.
     """
-    training, evaluation = (GraphCut(trace, at) for trace in traces)
+    modes = {"training": traces.training, "evaluation": traces.evaluation}
+    if not any(traces.given is trace for trace in modes.values()):
+        modes["given"] = traces.given
+    cuts = {mode: GraphCut(trace, at) for mode, trace in modes.items()}
     weights = _Weights(model)
-    names = weights.hand_out((training, evaluation), len(at) + 1)
+    names = weights.hand_out(list(cuts.values()), len(at) + 1)
     stages: list[nn.Module] = []
     for index, mine in enumerate(names):
         called = weights.calling(mine)
-        stage = TracedStage(
-            _stage_graph(training, index, called, "training"),
-            _stage_graph(evaluation, index, called, "evaluation"),
-            index,
-            len(names),
-        )
+        graphs = {mode: _stage_graph(cut, index, called, mode) for mode, cut in cuts.items()}
+        given = next(graph for graph in graphs.values() if graph.trace is traces.given)
+        stage = TracedStage(graphs["training"], graphs["evaluation"], given, index, len(names))
+        stage.training = traces.is_training
         for name in mine:
             weights.put(stage, name)
         stages.append(stage)

@@ -2,7 +2,8 @@
 
 `torch.export` runs the model once, on tensors without data, with every size left open, and records its operations. So
 the model's path may depend on the sizes of its inputs, but not on their values. It is traced twice, for training and
-for evaluation, because dropout and normalisation are different operations then.
+for evaluation, because dropout and normalisation are different operations then. If some of its layers are in another
+mode than the others, such as a frozen BatchNorm, it is traced once more as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.export import Dim, ExportedProgram, export
 from echelon._torch_private.tensors import TreeSpec, fake_tensors, guards_of, tree_flatten, tree_leaves, tree_map
 from echelon.call_site import is_foreign, is_own
 from echelon.errors import PartitionError
+from echelon.pipeline.cut.trace_checks import ForwardChecks, refuse_backward_hooks
 
 TENSOR: Final = "a tensor"
 """Placeholder for a tensor."""
@@ -97,14 +99,18 @@ class Trace:
 
 
 class Traces(NamedTuple):
-    """Traces of a model in training and in evaluation mode."""
+    """Traces of a model in training mode, in evaluation mode, and with the modes that its layers had."""
 
     training: Trace
     evaluation: Trace
+    given: Trace
+    """One of the two others, unless some layers are in training mode and some in evaluation mode."""
+    is_training: bool
+    """Whether the model was in training mode."""
 
 
 def trace(model: nn.Module, example: Sequence[object], example_kwargs: Mapping[str, object]) -> Traces:
-    """Traces a model in training and in evaluation mode. The model is unchanged afterwards.
+    """Traces a model in training mode, in evaluation mode, and as it is. The model is unchanged afterwards.
 
     Args:
         model: any module; its parameters may be on the meta device.
@@ -113,15 +119,32 @@ def trace(model: nn.Module, example: Sequence[object], example_kwargs: Mapping[s
         example_kwargs: keyword inputs.
 
     Raises:
-        PartitionError: the model cannot be traced, or works for one number of samples only.
+        PartitionError: the model cannot be traced, works for one number of samples only, or has a backward that a
+            trace would leave out.
     """
-    modes = {module: module.training for module in model.modules()}
+    refuse_backward_hooks(model)
     traced = _on_a_device(model)
+    modes = {module: module.training for module in traced.modules()}
+    given = None
+    traces = []
     try:
-        return Traces(*(_trace(traced.train(mode), tuple(example), dict(example_kwargs)) for mode in (True, False)))
+        for mode in (True, False):
+            traced.train(mode)
+            traces.append(_trace(traced, tuple(example), dict(example_kwargs)))
+            if all(module.training == training for module, training in modes.items()):
+                given = traces[-1]
+        if given is None:
+            _set_modes(modes)
+            given = _trace(traced, tuple(example), dict(example_kwargs))
     finally:
-        for module, training in modes.items():
-            module.training = training
+        _set_modes(modes)
+    training, evaluation = traces
+    return Traces(training, evaluation, given, modes[traced])
+
+
+def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    for module, training in modes.items():
+        module.training = training
 
 
 class _StoppedError(BaseException):
@@ -140,16 +163,19 @@ class _Outputs:
 class _Flat(nn.Module):
     """Wrapper of a model that returns a flat tuple of its computed outputs only."""
 
-    def __init__(self, model: nn.Module, outputs: _Outputs) -> None:
+    def __init__(self, model: nn.Module, outputs: _Outputs, checks: ForwardChecks) -> None:
         super().__init__()
         self.model = model
         self.outputs = outputs
+        self.checks = checks
 
     def forward(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
         try:
-            result = self.model(*inputs, **kwargs)
+            with self.checks.watching():
+                result = self.model(*inputs, **kwargs)
         except Exception as error:
             raise _StoppedError(error) from error
+        self.checks.check_output(result)
         leaves, self.outputs.spec = tree_flatten(result)
         self.outputs.left_out |= {
             type(leaf).__name__ for leaf in leaves if not _is_computed(leaf) and not _is_plain(leaf)
@@ -162,14 +188,17 @@ _PREFIX = "model."  # of all names in the graph: the wrapper holds the model in 
 
 
 def _trace(model: nn.Module, example: tuple[object, ...], example_kwargs: dict[str, object]) -> Trace:
-    outputs = _Outputs()
+    outputs, checks = _Outputs(), ForwardChecks(model)
     inputs = tree_map(_fresh, (example, example_kwargs))
     assert isinstance(inputs, tuple)
     try:
-        with _silent():
-            exported = export(_Flat(model, outputs), inputs, dynamic_shapes=tree_map(_open_sizes, inputs), strict=False)
+        with _silent(), torch.enable_grad():  # the graph of the gradients is checked
+            exported = export(
+                _Flat(model, outputs, checks), inputs, dynamic_shapes=tree_map(_open_sizes, inputs), strict=False
+            )
     except (Exception, _StoppedError) as error:  # export raises errors of many types
         raise _error(model, error.args[0] if isinstance(error, _StoppedError) else error) from error
+    checks.refuse([name.removeprefix(_PREFIX) for name in exported.constants])
     return _read(exported, outputs, example, example_kwargs)
 
 
