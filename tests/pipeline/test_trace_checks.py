@@ -177,3 +177,20 @@ def test_train_and_eval_reach_all_layers():
     first(x)
     assert model.middle[0].num_batches_tracked == 1
     assert torch.equal(first.eval()(x), model.eval().middle(model.first(x)))
+
+
+def test_a_mode_of_the_model_alone_is_refused():
+    """`model.eval()` does not reach the stages: dropout would go on."""
+    x = torch.ones(3, 4, dtype=torch.float64)
+    model = Model(nn.Dropout(0.5))
+    parts = split(model, at=["last"], example=(x,)).modules
+    model.eval()
+    for part in parts:
+        with pytest.raises(echelon.UnsupportedOp, match=r"put into evaluation mode after it was cut.* call eval\(\)"):
+            part(x)
+        assert torch.isfinite(part.eval()(x)).all()
+    expected = model(x)
+    model.train()
+    assert torch.equal(parts[1](parts[0](x)), expected)
+    torch.manual_seed(0)
+    assert parts[0].train()(x).eq(0).any()

@@ -6,6 +6,7 @@ the stage has the names that belong to layers that run in it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from torch import fx, nn
 
 from echelon._torch_private.tensors import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from echelon.backends.modes import normal_mode
-from echelon.errors import ScheduleError, SizeMismatch
+from echelon.errors import ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.pipeline.cut.graph_cut import GraphCut
 from echelon.pipeline.cut.tracing import TENSOR, Constant, Keyword, Trace, Traces, Weight
 
@@ -100,17 +101,26 @@ class TracedStage(nn.Module):
     """
 
     def __init__(
-        self, training: StageGraph, evaluation: StageGraph, given: StageGraph, stage: int, num_stages: int
+        self,
+        model: nn.Module,
+        training: StageGraph,
+        evaluation: StageGraph,
+        given: StageGraph,
+        stage: int,
+        num_stages: int,
     ) -> None:
-        """Makes a stage without its weights, in training mode.
+        """Makes a stage without its weights, in the mode of the model.
 
         Args:
+            model: the model that was traced.
             training, evaluation: operations of the stage in these modes.
             given: operations with the modes that the layers of the model had.
             stage: index of the stage.
             num_stages: number of stages of the model.
         """
         super().__init__()
+        self._model = weakref.ref(model)  # it holds the weights of all stages
+        self.training = self._model_was_training = model.training
         self._programs = {True: training, False: evaluation}
         self._given: StageGraph | None = given
         self._stage = stage
@@ -139,7 +149,15 @@ class TracedStage(nn.Module):
             SizeMismatch: the inputs do not fit the trace: other structures, other plain values, or sizes that take
                 another path.
             ScheduleError: the stage before is in another mode (training or evaluation).
+            UnsupportedOp: the model was put into another mode, and the stage was not.
         """
+        model = self._model()
+        if model is not None and model.training not in (self._model_was_training, self.training):
+            mode, method = ("training", "train") if model.training else ("evaluation", "eval")
+            raise UnsupportedOp(
+                f"the model was put into {mode} mode after it was cut, which its stages do not see: call {method}() of "
+                "the Pipeline, or of each part that split() returned"
+            )
         one = self._given or self._programs[self.training]
         leaves = _keyword_leaves(one, kwargs, self._stage)
         entering = _tensors_of_inputs(one.trace, values, kwargs) if self._stage == 0 else values
@@ -251,8 +269,7 @@ def build_stages(model: nn.Module, traces: Traces, at: Sequence[str]) -> list[nn
         called = weights.calling(mine)
         graphs = {mode: _stage_graph(cut, index, called, mode) for mode, cut in cuts.items()}
         given = next(graph for graph in graphs.values() if graph.trace is traces.given)
-        stage = TracedStage(graphs["training"], graphs["evaluation"], given, index, len(names))
-        stage.training = traces.is_training
+        stage = TracedStage(model, graphs["training"], graphs["evaluation"], given, index, len(names))
         for name in mine:
             weights.put(stage, name)
         stages.append(stage)

@@ -105,8 +105,6 @@ class Traces(NamedTuple):
     evaluation: Trace
     given: Trace
     """One of the two others, unless some layers are in training mode and some in evaluation mode."""
-    is_training: bool
-    """Whether the model was in training mode."""
 
 
 def trace(model: nn.Module, example: Sequence[object], example_kwargs: Mapping[str, object]) -> Traces:
@@ -139,7 +137,7 @@ def trace(model: nn.Module, example: Sequence[object], example_kwargs: Mapping[s
     finally:
         _set_modes(modes)
     training, evaluation = traces
-    return Traces(training, evaluation, given, modes[traced])
+    return Traces(training, evaluation, given)
 
 
 def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
