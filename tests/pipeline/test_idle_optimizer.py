@@ -1,4 +1,4 @@
-"""An optimizer that changes none of a rank's parameters is warned of, once; others are not."""
+"""An optimizer that changes none of a rank's parameters, or skips a step alone, is warned of, once."""
 
 import copy
 import gc
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import echelon
 from echelon.pipeline import Pipeline
 
 
@@ -81,6 +82,44 @@ def good_ones(group, case):
 @pytest.mark.parametrize("case", ["its own", "whole model", "one for each half", "another model beside it", "none yet"])
 def test_there_is_no_false_alarm(run, case):
     assert len(run(good_ones, 2, case)) == 2
+
+
+def scaled(group, scaler, overflows):
+    """Trains with a scaler. The gradients of rank 0 overflow in the first step."""
+    pipe = pipeline_of(layers(group), group)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    seen = warnings.catch_warnings(record=True, action="always") if group.rank == 0 else nullcontext()
+    with seen as caught:
+        for step in range(4):
+            scaler.scale(torch.ones(()))
+            pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+            if overflows and step == 0 and group.rank == 0:
+                next(pipe.parameters()).grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in caught or ()]
+
+
+def of_torch(group):
+    return scaled(group, torch.amp.GradScaler("cpu", init_scale=1), overflows=True)
+
+
+def without_overflow(group):
+    return scaled(group, torch.amp.GradScaler("cpu", init_scale=1), overflows=False)
+
+
+def of_echelon(group):
+    return scaled(group, echelon.amp.GradScaler(group, init_scale=1), overflows=True)
+
+
+def test_a_step_that_one_rank_skips_is_warned_of_once(run):
+    message = (
+        "the optimizer of rank 1 made a step that rank 0 skipped, so their stages do not fit any more: in float16, use "
+        "echelon.amp.GradScaler(group), whose ranks skip the same steps; if intended, freeze the parameters of rank 0"
+    )
+    assert run(of_torch, 2) == [[message], []]
+    assert run(without_overflow, 2) == run(of_echelon, 2) == [[], []]
 
 
 def hooks_after(group):

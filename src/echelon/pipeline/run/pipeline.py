@@ -44,7 +44,7 @@ from echelon.pipeline.run.manual_step import ManualStep
 from echelon.pipeline.run.runtime import Runtime
 from echelon.pipeline.run.samples import UNKNOWN, Deals, check_same_inputs
 from echelon.pipeline.run.step import Batch, Span, StepOutput, tell, tell_metrics
-from echelon.pipeline.run.weights import IdleOptimizer, Replicas, Weights
+from echelon.pipeline.run.weights import IdleOptimizer, Replicas, UnevenSteps, Weights
 from echelon.pipeline.schedules.forward_only import forward_only
 from echelon.pipeline.stage.nested import (
     Value,
@@ -167,6 +167,7 @@ class Pipeline:
         self._by_hand = ManualStep(self._runtime, self._replicas)
         self._is_settled = False
         self._idle_optimizer = IdleOptimizer(group.rank, self._weights.named_parameters)
+        self._uneven_steps = UnevenSteps(self._group)
         self._settle_early(example, example_kwargs)
 
     if not TYPE_CHECKING:  # type checkers report the name themselves
@@ -258,6 +259,8 @@ class Pipeline:
         self._by_hand.forget()
         self._idle_optimizer.check()
         batch = self._training_batch(inputs, target, kwargs, return_outputs)
+        if not self._idle_optimizer.has_warned:  # else the cause is known
+            batch.stepped = self._uneven_steps.seen()
         self._settle(batch)
         with self._runtime.failures.told(), self._replicas.synchronizing():
             times = self._runtime.run(self.schedule, batch, self._replicas.start)
@@ -510,6 +513,7 @@ class Pipeline:
                     self._data_parallel.all_reduce(loss)  # a sum: factors are shares of the batch of all replicas
         told = tell(self._group, self.schedule, times, batch, loss, self._runtime.activations)
         self._times, self._activations = told.times, told.activations
+        self._uneven_steps.compare(told.stepped, self.parameters())
         return told.loss
 
     def _tell_metrics(self, batch: Batch) -> dict[str, float]:

@@ -41,6 +41,8 @@ class Batch:
     """Samples in `kwargs`."""
     evidence: Evidence | None = None
     """Excerpt of the batch in training, which shows whether all ranks got the same."""
+    stepped: int = 0
+    """What this rank's optimizers did before it; see `UnevenSteps`."""
     key: Key = field(default_factory=Key)
     """Key of the random numbers."""
     metrics: Metrics | None = None
@@ -88,9 +90,11 @@ class Told(NamedTuple):
     """Begin and end of each step, by rank."""
     activations: list[Activations]
     """Activations of each stage."""
+    stepped: list[int]
+    """What the optimizers of each rank did before the step."""
 
 
-_HEAD = 8
+_HEAD = 9
 """Number of values that each rank sends first."""
 _OF_STAGE = 3
 """Number of values that it then sends for each of its stages, before its times."""
@@ -122,7 +126,15 @@ def tell(
     # of each rank's times is in the schedule.
     code, value = (0, 0.0) if loss is None else (dtype_code(loss.dtype), loss.item())
     assert batch.evidence is not None
-    head = [batch.num_inputs, batch.num_targets, batch.num_kwargs, code, value, *batch.evidence.numbers()]
+    head = [
+        batch.num_inputs,
+        batch.num_targets,
+        batch.num_kwargs,
+        code,
+        value,
+        *batch.evidence.numbers(),
+        batch.stepped,
+    ]
     sizes = chain.from_iterable(
         (each.activation, each.weight_activation, each.recomputed_activation) for each in activations
     )
@@ -145,8 +157,9 @@ def tell(
     for row in rows:
         if row[2]:  # 0: no keyword arguments on this rank
             _compare("keyword arguments of step()", int(first[0]), int(row[2]))
-    check_same_batch([row[5:] for row in rows], schedule.placement[0], schedule.placement[-1], group)
-    return Told(torch.tensor(last[4], dtype=dtype_of(int(last[3])), device="cpu"), all_times, held)
+    check_same_batch([row[5:8] for row in rows], schedule.placement[0], schedule.placement[-1], group)
+    loss = torch.tensor(last[4], dtype=dtype_of(int(last[3])), device="cpu")
+    return Told(loss, all_times, held, [int(row[8]) for row in rows])
 
 
 def _compare(what: str, samples: int, got: int) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of the stages of one rank: state dicts, clipping, reduction over replicas, and idle optimizers."""
+"""Parameters of the stages of one rank: state dicts, clipping, reduction over replicas, and watches on optimizers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from echelon._torch_private.tensors import version_of
 from echelon.arguments import shown
 from echelon.backends.admission import check_values, stands_for_device
 from echelon.data_parallel.broadcast import broadcast_tensors
@@ -46,6 +47,8 @@ class IdleOptimizer:
         self._missing_zero_grad = MissingZeroGrad(rank)
         self._idle = ""
         """Class name of an optimizer that made a step without gradients."""
+        self.has_warned = False
+        """Whether this rank was told that its optimizer has other parameters."""
         # The hook is global. With a weak reference it does not keep the pipeline alive, and goes with it.
         watch = weakref.ref(self)
 
@@ -62,7 +65,7 @@ class IdleOptimizer:
         """
         self._missing_zero_grad.on_backward(each for _, each in self._parameters())
         if self._idle and not self._is_done and any(each.grad is not None for _, each in self._parameters()):
-            self._is_done = True
+            self._is_done = self.has_warned = True
             warnings.warn(
                 f"rank {self._rank}: a step of {self._idle} changed no parameter of this rank's stages, and none of "
                 "its own had a gradient: give the optimizer pipe.parameters(), not those of another model",
@@ -81,6 +84,50 @@ class IdleOptimizer:
             self._missing_zero_grad.on_step()
         elif not self._is_done and all(each.grad is None for each in stepped):
             self._idle = type(optimizer).__name__
+
+
+class UnevenSteps:
+    """Watch for an optimizer's step that some ranks make and others skip, as torch's GradScaler does at an overflow.
+
+    The stages would go on with parameters of different steps. An optimizer writes to parameters in place, which counts
+    in their versions. A rank whose parameters had no gradients, such as one with a frozen stage, has nothing to step.
+    """
+
+    _NOTHING, _SKIPPED, _MADE = range(3)
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Begins to watch. `group`: the ranks of the pipeline."""
+        self._group = group
+        self._before: list[tuple[nn.Parameter, int]] = []
+        """Parameters that had gradients after the last step of the pipeline, with their versions then."""
+        self._has_warned = False
+
+    def seen(self) -> int:
+        """Returns a code for the steps of this rank's optimizers since the last step of the pipeline, for `compare`."""
+        if not self._before:
+            return self._NOTHING
+        return self._MADE if any(version_of(each) != version for each, version in self._before) else self._SKIPPED
+
+    def compare(self, of_ranks: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
+        """Warns once if other ranks have made a step that this one has skipped. Call it after a step of the pipeline.
+
+        Args:
+            of_ranks: the result of `seen` on each rank.
+            parameters: this rank's parameters.
+        """
+        rank = self._group.rank
+        if of_ranks[rank] == self._SKIPPED and self._MADE in of_ranks and not self._has_warned:
+            self._has_warned = True
+            here, there = self._group.ranks[rank], self._group.ranks[of_ranks.index(self._MADE)]
+            warnings.warn(
+                f"the optimizer of rank {there} made a step that rank {here} skipped, so their stages do not fit any "
+                "more: in float16, use echelon.amp.GradScaler(group), whose ranks skip the same steps; if intended, "
+                f"freeze the parameters of rank {here}",
+                stacklevel=3,
+            )
+        self._before = [
+            (each, version_of(each)) for each in parameters if each.grad is not None and not each.is_inference()
+        ]
 
 
 class _Planned:
