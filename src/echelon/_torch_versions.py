@@ -61,6 +61,7 @@ PRIVATE_NAMES = (
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch._subclasses.fake_tensor.UnsupportedOperatorException",
     "torch._tensor_str.PRINT_OPTS",
+    "torch.autograd.Function._backward_cls._forward_cls",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd._engine_run_backward",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
@@ -132,6 +133,12 @@ def register_first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Non
     hooks.clear()
     hooks[handle.id] = hook
     hooks.update(others)
+
+
+def formula_of(node: BackwardCFunction) -> type[torch.autograd.Function]:
+    """Returns the program's own class whose backward a node runs."""
+    formula: type[torch.autograd.Function] = type(node)._forward_cls  # type: ignore[attr-defined]
+    return formula
 
 
 def next_node_number() -> int:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
+from echelon._torch_private.autograd import formula_of
 from echelon._torch_private.modules import has_backward_hooks
 from echelon._torch_private.tensors import tree_leaves
 from echelon.errors import PartitionError
@@ -80,7 +81,7 @@ class ForwardChecks:
             nodes += [following for following, _ in node.next_functions]
             if not isinstance(node, BackwardCFunction):
                 continue
-            formula: Any = type(node)._forward_cls
+            formula = formula_of(node)
             if formula.__module__ == "torch.utils.checkpoint":
                 self._note("calls torch.utils.checkpoint with use_reentrant=True: use use_reentrant=False")
             elif not formula.__module__.startswith(_OF_OPERATORS):

@@ -48,7 +48,7 @@ class IdleOptimizer:
         self._idle = ""
         """Class name of an optimizer that made a step without gradients."""
         self.has_warned = False
-        """Whether this rank was told that its optimizer has other parameters."""
+        """Whether this rank has given the warning."""
         # The hook is global. With a weak reference it does not keep the pipeline alive, and goes with it.
         watch = weakref.ref(self)
 
