@@ -1,4 +1,4 @@
-"""Checks that a trace computes what the model does, in forward and in backward.
+"""Checks that a trace computes the same as its model, in forward and in backward.
 
 A trace has the operations of one forward. So it leaves out what a program gives to the backward alone: a formula of its
 own (`torch.autograd.Function`), and hooks of gradients. It repeats numbers that Python code computes anew in each

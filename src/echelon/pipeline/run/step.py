@@ -42,7 +42,7 @@ class Batch:
     evidence: Evidence | None = None
     """Excerpt of the batch in training, which shows whether all ranks got the same."""
     stepped: int = 0
-    """What this rank's optimizers did before it; see `UnevenSteps`."""
+    """Code for the steps of this rank's optimizers before it; see `UnevenSteps`."""
     key: Key = field(default_factory=Key)
     """Key of the random numbers."""
     metrics: Metrics | None = None
@@ -91,7 +91,7 @@ class Told(NamedTuple):
     activations: list[Activations]
     """Activations of each stage."""
     stepped: list[int]
-    """What the optimizers of each rank did before the step."""
+    """Code for the steps of each rank's optimizers before the step."""
 
 
 _HEAD = 9

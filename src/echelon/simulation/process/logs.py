@@ -26,7 +26,7 @@ class _Logs(NamedTuple):
     """Level up to which all loggers are disabled."""
     loggers: dict[str, Any]
     changed: dict[logging.Logger, dict[str, Any]]
-    """What loggers from before the simulation have, as far as a rank has changed it, by logger."""
+    """Attributes of loggers from before the simulation that a rank has changed, by logger."""
 
 
 class Logs(State):
@@ -35,7 +35,7 @@ class Logs(State):
     def __init__(self) -> None:
         self._shared = {each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)}
         self._outside: dict[logging.Logger, dict[str, Any]] = {}
-        """What loggers had before their first change."""
+        """Attributes of loggers before their first change."""
         self._originals: dict[str, Any] = {}
         """Replaced methods of `logging.Logger`. None: inherited."""
 
