@@ -192,10 +192,13 @@ def test_a_tensor_on_the_host_takes_no_memory_of_the_gpu():
 
 def offloads(how):
     device = programs.begin()
-    layer = nn.Linear(1024, 1024)
-    if how == "FSDP2":
+    with torch.device("meta" if how == "FSDP2 on meta" else "cpu"):
+        layer = nn.Linear(1024, 1024)
+    if how.startswith("FSDP2"):
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         model = fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        if how.endswith("meta"):
+            model.to_empty(device="cpu")
     elif how == "FSDP1":
         model = FullyShardedDataParallel(layer, device_id=device, cpu_offload=CPUOffload(offload_params=True))
     else:
@@ -214,7 +217,7 @@ def offloads(how):
         optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["FSDP1", "FSDP2", "save_on_cpu", "cpu", "to"])
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2", "FSDP2 on meta", "save_on_cpu", "cpu", "to"])
 def test_what_is_offloaded_to_the_cpu_is_listed(how):
     (note,) = foresee(offloads, 2, (how,)).assumptions
     assert re.fullmatch(rf"copies to the CPU take no time, and .* counts as memory of the GPU, at .*{HERE}", note)

@@ -210,7 +210,9 @@ class Report:
         rows = list(self.played.exposed.items())
         for name, seconds in rows[:_MOST_LINES]:
             share = f"{seconds / self.played.seconds:.1%}"
-            modules = _short(", ".join(self.played.exposed_modules.get(name, ())), 24)
+            first, *others = self.played.exposed_modules.get(name, ("",))
+            all_of_them = ", ".join((first, *others))
+            modules = all_of_them if len(all_of_them) <= 24 else f"{_short(first, 24)}{', ...' * bool(others)}"
             table.add_row(_short(name.place or "unknown line", 40), modules, name.group, seconds_text(seconds), share)
         rest = sum(seconds for _, seconds in rows[_MOST_LINES:])
         if rest:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -92,6 +92,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             wrap(nn.SyncBatchNorm, "forward", _synchronized)
             wrap(torch.autograd.graph.save_on_cpu, "__init__", _offloaded)
             wrap(CPUOffload, "__init__", _offloaded)
+            wrap(CPUOffloadPolicy, "__init__", _offloaded)
             stack.enter_context(flex_attention_by(partial(in_place_of, function=_flexible_attention)))
             stack.enter_context(ddp_of_sync_batch_norm())
             stack.enter_context(optimizers_as_on_gpu())
