@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.errors import LaunchError, PeerFailed, Timeout, UnsupportedOp
+from echelon.errors import CollectiveMismatch, LaunchError, PeerFailed, Timeout, UnsupportedOp
 from echelon.interop.process_group import EchelonProcessGroup, group_for
 from tests.helpers.torch_groups import begin
 
@@ -66,6 +66,23 @@ def groups(rank):
 
 def test_groups_have_contexts_of_their_own(in_world):
     assert in_world(3, groups) == [[[3.0] * 2], [[3.0] * 2, [5.0] * 2, [2.0]], [[5.0] * 2, [3.0] * 2, [2.0]]]
+
+
+def groups_in_another_order(rank):
+    pairs = [[0, 1], [1, 2]] if rank == 0 else [[1, 2], [0, 1]]
+    made = {tuple(pair): dist.new_group(pair) for pair in pairs}
+    try:
+        for pair in ((0, 1), (1, 2)):
+            if rank in pair:
+                dist.all_reduce(torch.ones(2), group=made[pair])
+    except (CollectiveMismatch, PeerFailed) as error:
+        return str(error)
+    return ""
+
+
+def test_groups_of_one_name_that_were_made_in_another_order_are_told_apart(in_world):
+    told = in_world(3, groups_in_another_order)
+    assert any("different ones of the same name: make groups in the same order on every rank" in each for each in told)
 
 
 def beside_gloo(rank):
