@@ -110,7 +110,7 @@ def synchronizes_parameters():
     steps(model, torch.randn(4, 8, device="cuda"))
 
 
-def test_fsdp1_broadcasts_parameters_of_the_gpu():
+def test_fsdp1_may_synchronize_its_parameters_before_the_step():
     entries = foresee(synchronizes_parameters, 2).traces[0].entries
     assert {each.kind for each in entries if isinstance(each, Collective)} == {"all_gather", "reduce_scatter"}
 

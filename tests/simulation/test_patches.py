@@ -1,6 +1,7 @@
 """Attributes of installed packages that a program sets belong to its rank, and are as before afterwards."""
 
 import builtins
+import pickle
 from types import ModuleType
 from unittest import mock
 
@@ -83,3 +84,12 @@ def test_a_program_that_fails_leaves_nothing_replaced():
     with pytest.raises(RuntimeError, match="fails"):
         echelon.simulate(program, 2)
     assert not hasattr(torch, "of_failing")
+
+
+def test_modules_can_be_pickled_by_libraries_that_know_the_plain_class():
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    def program():
+        return pickle.loads(cloudpickle.dumps(lambda: torch.ones(2).sum().item()))()
+
+    assert echelon.simulate(program, 2).results == [2.0, 2.0]

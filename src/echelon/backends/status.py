@@ -57,13 +57,12 @@ class Status(NamedTuple):
     question, and its wait."""
 
 
-def status_of(recorder: FlightRecorder, question: Question, says_blocked: bool = False) -> Status:
+def status_of(recorder: FlightRecorder, question: Question) -> Status:
     """Answers a question from a rank's flight recorder.
 
     Args:
         recorder: record of the rank that answers.
         question: the question.
-        says_blocked: whether the answer may be BLOCKED. Else it is ELSEWHERE.
     """
     flight = recorder.find(question.context, question.sequence)
     if flight is not None and flight.signature != question.signature:
@@ -72,7 +71,7 @@ def status_of(recorder: FlightRecorder, question: Question, says_blocked: bool =
     if latest is None or latest.sequence < question.sequence:
         others = [each for each in recorder.under_way() if each.sequence and each.context != question.context]
         for each in others:
-            if says_blocked and each.watch is not None and (awaited := each.watch.blocks_for()) is not None:
+            if each.watch is not None and (awaited := each.watch.blocks_for()) is not None:
                 return Status(Standing.BLOCKED, f"in {each}", (each.context, each.sequence, awaited))
         standing = Standing.ELSEWHERE if others else Standing.BEFORE
     elif flight is not None and (flight.ended is None or flight.error):

@@ -168,7 +168,7 @@ class ControlFrames:
                 "it does not speak this protocol"
             )
         if frame.context:
-            status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step), True)
+            status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step))
         else:
             status = self.message_wait(frame.sequence - 1)
         details = ":".join(f"{number:x}" for number in status.details)

@@ -8,6 +8,7 @@ compared at the end, and named.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -41,6 +42,10 @@ class _Watched(ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
         _on_change(self, name, sys._getframe(1))
         super().__setattr__(name, value)
+
+    def __reduce__(self) -> Any:
+        # Libraries that pickle functions, such as cloudpickle, have a way for modules of their plain class alone.
+        return importlib.import_module, (self.__name__,)
 
     def __delattr__(self, name: str) -> None:
         _on_change(self, name, sys._getframe(1))
