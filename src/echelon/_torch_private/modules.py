@@ -111,6 +111,38 @@ def compiled_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Ite
         frames._callback_from_stance = original
 
 
+_INNER = "_torchdynamo_orig_backend"
+"""Attribute of torch's callables that compile: the compiler inside. Without it ranks would share compiled code."""
+
+
+def backend_of(compiler: Any) -> object:
+    """Returns the innermost compiler of one of torch's callables, by which compiled code is found again."""
+    while hasattr(compiler, _INNER):
+        compiler = getattr(compiler, _INNER)
+    return compiler
+
+
+class OfRank:
+    """One of torch's callables that compile, under another innermost compiler."""
+
+    def __init__(self, compiler: Any, backend: object, world_size: int) -> None:
+        """Takes the callable, an object in place of its innermost compiler, and the number of ranks."""
+        self._compiler = compiler
+        setattr(self, _INNER, backend)
+        self._world_size = world_size
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compiles, as often as torch allows for each rank."""
+        config: Any = importlib.import_module("torch._dynamo.config")
+        names = "recompile_limit", "accumulated_recompile_limit"
+        # Here, since the configuration belongs to a thread.
+        with config.patch(**{name: self._world_size * getattr(config, name) for name in names}):
+            return self._compiler(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiler, name)
+
+
 @contextmanager
 def flex_attention_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Inside, `flex_attention` computes by a wrapper of its operator, by whichever name a program has imported it.

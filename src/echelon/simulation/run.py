@@ -32,6 +32,7 @@ from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
 from echelon.simulation.process.cached_property import without_locks
 from echelon.simulation.process.calls import ProcessCalls
+from echelon.simulation.process.compiling import compiled_for_ranks
 from echelon.simulation.process.environment import (
     Attribute,
     Attributes,
@@ -189,6 +190,7 @@ def simulate(
                 children_with_environment(world.scheduler.is_running_here),
                 run.torch.installed(),
                 run.calls.replaced(),
+                compiled_for_ranks(world.scheduler.rank_here, world_size),
                 patches.noted(),
             ):
                 run.run()
