@@ -93,6 +93,42 @@ def devices_as_on_gpu() -> Iterator[None]:
 
 
 @contextmanager
+def offloaded_parameters_by(
+    gather: Callable[[Callable[..., bool]], Callable[..., bool]],
+    begin: Callable[[Callable[..., None]], Callable[..., None]],
+) -> Iterator[None]:
+    """Inside, FSDP1 prepares a flat parameter by wrappers of its private methods, which compare devices of tensors.
+
+    Args:
+        gather: wraps the method before the parameter is gathered, which moves an offloaded one to the GPU.
+        begin: wraps the method before the backward pass, which drops a gradient on the host.
+    """
+    handle: Any = importlib.import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
+    before_gathering, before_backward = handle.pre_unshard, handle.prepare_gradient_for_backward
+    handle.pre_unshard, handle.prepare_gradient_for_backward = gather(before_gathering), begin(before_backward)
+    try:
+        yield
+    finally:
+        handle.pre_unshard, handle.prepare_gradient_for_backward = before_gathering, before_backward
+
+
+def move_to_gpu(handle: Any) -> bool:
+    """Moves the offloaded flat parameter of a handle of FSDP1 to the GPU. Returns False if there is none to move."""
+    # In 16 bits a copy in that type is on the GPU already.
+    if not handle._offload_params or (handle._uses_param_mixed_precision and not handle._force_full_precision):
+        return False
+    handle.flat_param_to(torch.device("cuda"), non_blocking=True)
+    return True
+
+
+def drop_offloaded_gradient(handle: Any) -> None:
+    """Drops the gradient of an offloaded flat parameter, which lies in another tensor of the host, too."""
+    parameter = handle.flat_param
+    if handle._offload_params and parameter.grad is not None and parameter.grad.size() == parameter._local_shard.size():
+        parameter.grad = None
+
+
+@contextmanager
 def compiled_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Inside, a function that was compiled before calls a wrapper of its choice of a compiler.
 

@@ -118,6 +118,11 @@ def default_device_of(function: object) -> torch.device | None:
     return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 
 
+def is_in_function_mode(kind: type) -> bool:
+    """Whether a function mode of a class sees the functions of torch that this thread calls now."""
+    return any(isinstance(mode, kind) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
 def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the value of a fake tensor of one element, where torch knows it, as for `torch.tensor(1)`. Else None."""
     value: torch.Tensor | None = getattr(tensor, "constant", None)

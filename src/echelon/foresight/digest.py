@@ -12,7 +12,7 @@ def digest(trace: Trace) -> str:
     """Returns 32 hexadecimal digits, the same for two ranks that can represent each other.
 
     Groups count by their name and the distances of their ranks, messages by the positions of both sides in the group.
-    Lines, modules and the numbers of storages do not count.
+    Lines, modules and the numbers of storages do not count, nor does memory of the host.
     """
     found = hashlib.blake2b(digest_size=16)
     for fact in _facts(trace):
@@ -21,13 +21,17 @@ def digest(trace: Trace) -> str:
 
 
 def _facts(trace: Trace) -> Iterator[object]:
-    sizes = {entry.storage: entry.num_bytes for entry in trace.live}
-    yield sorted((entry.kind, entry.num_bytes) for entry in trace.live)
+    live = [entry for entry in trace.live if not entry.on_host]
+    sizes = {entry.storage: entry.num_bytes for entry in live}
+    yield sorted((entry.kind, entry.num_bytes) for entry in live)
     freed: list[int] = []
     for entry in trace.entries:
         if isinstance(entry, Free):
             # By their sizes, since ranks may number their storages differently.
-            freed.append(sizes.pop(entry.storage, 0))
+            if entry.storage in sizes:
+                freed.append(sizes.pop(entry.storage))
+            continue
+        if isinstance(entry, Allocate) and entry.on_host:
             continue
         # Storages that are freed together are freed in any order, such as those of autocast's cache.
         if freed:

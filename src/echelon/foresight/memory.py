@@ -79,6 +79,15 @@ class MemoryCurves(Mapping[int, Memory]):
         return max(self.memories, key=lambda rank: (self.memories[rank].live_peak, -rank))
 
     @property
+    def of_hosts(self) -> tuple[int, ...]:
+        """Most bytes of tensors on the CPU by host: those of all its ranks, such as offloaded parameters."""
+        cluster = self.played.cluster
+        sizes = [0] * len(cluster.hosts)
+        for rank in range(self.played.world_size):
+            sizes[cluster.host_of(rank)] += self.memories[self.played.classes[rank]].host_peak
+        return tuple(sizes)
+
+    @property
     def fits(self) -> bool:
         """Whether every rank has enough memory."""
         return all(memory.fits for memory in self.memories.values())
@@ -172,15 +181,16 @@ def _moments(role: PlayedRole, memory: Memory) -> list[_Moment]:
     sizes: dict[MemoryKind, int] = dict.fromkeys(KINDS, 0)
     alive: dict[int, Allocate] = {}
     for state in trace.live:
-        alive[state.storage] = state
-        sizes[state.kind] += state.num_bytes
+        if not state.on_host:
+            alive[state.storage] = state
+            sizes[state.kind] += state.num_bytes
     reserved = dict(memory.reserved)
     moments = [_Moment(0.0, reserved[-1], tuple(sizes.values()))]
     time, held = 0.0, reserved[-1]
     for index, entry in enumerate(trace.entries):
         time = max(time, ends.get(index, 0.0))
         held = reserved.get(index, held)
-        if isinstance(entry, Allocate):
+        if isinstance(entry, Allocate) and not entry.on_host:
             alive[entry.storage] = entry
             sizes[entry.kind] += entry.num_bytes
         elif isinstance(entry, Free) and (gone := alive.pop(entry.storage, None)) is not None:

@@ -20,6 +20,8 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 WIDTH = 80
 """Columns of the report."""
+_LEAST_SHARE = 5e-4
+"""Share of the step from which on copies and work of the CPU have a line of their own: less reads 0.0 %."""
 _MOST_LINES = 6
 """Lines of communication that the table shows. The rest is one line."""
 
@@ -145,6 +147,7 @@ class Report:
                 "kinds": dict(fullest.kinds_at_peak),
                 "fits": self.fits,
                 "retries": fullest.retries,
+                "hosts": list(self.memory.of_hosts),
             },
             "problems": list(self.problems),
             "assumptions": list(self.assumptions),
@@ -202,6 +205,10 @@ class Report:
         table.add_row("contention", f"{shares.contention:.1%}")
         table.add_row("exposed communication", f"{shares.exposed:.1%}")
         table.add_row("waiting for ranks", f"{shares.waiting:.1%}")
+        if shares.copies >= _LEAST_SHARE:
+            table.add_row("exposed copies", f"{shares.copies:.1%}")
+        if shares.host >= _LEAST_SHARE:
+            table.add_row("computing on the CPU", f"{shares.host:.1%}")
         table.add_row("idle otherwise", f"{shares.idle:.1%}")
         return table
 
@@ -232,6 +239,8 @@ class Report:
         table.add_row("reserved", f"{memory.reserved_peak / unit:.2f}")
         verdict = "fits" if self.fits else "DOES NOT FIT"
         table.add_row(f"{verdict} into", f"{limit / unit:.2f}")
+        if memory.host_peak >= unit / 10:
+            table.add_row("tensors on the CPU, of all ranks of a host", f"{max(self.memory.of_hosts) / unit:.2f}")
         if memory.retries:
             table.add_row("requests that found the device full", str(memory.retries))
         return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -25,7 +25,7 @@ from echelon.foresight.record.device_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report, seconds_text
 from echelon.foresight.roles import Roles
-from echelon.foresight.trace import Trace, alike_layers
+from echelon.foresight.trace import Copy, HostKernel, Trace, alike_layers
 from echelon.launch.call import OF_OTHER_LAUNCHERS, rank_call
 from echelon.launch.run import Console, Program
 from echelon.simulation.network import Network
@@ -50,6 +50,8 @@ _LISTED = 8
 """Storages that a report of too little memory lists."""
 _LEAST_EXPOSED = 0.02
 """Least exposed share of a step with forecasts. Below it a change would be smaller than the error of the forecast."""
+_LARGE = 1 << 20
+"""Bytes from which on a copy, or an operator of the host, is worth an assumption: as many as a kernel moves in 1 us."""
 _NO_CHANGE = 5e-4
 """Share of the step below which a change does not count."""
 
@@ -134,6 +136,11 @@ class Foreseen:
         """Most bytes of tensors at once, by rank."""
         return tuple(self.memory[role].live_peak for role in self.classes)
 
+    @cached_property
+    def host_memory(self) -> tuple[int, ...]:
+        """Most bytes of tensors on the CPU by host: those of all its ranks, such as offloaded parameters."""
+        return self.memory.of_hosts
+
     @property
     def exposed(self) -> Mapping[Exposed, float]:
         """Seconds of communication that no kernel hides, by (group, line), on the rank where it is longest."""
@@ -160,7 +167,23 @@ class Foreseen:
         """Assumed values of tensors and approximations, each with its line."""
         found = dict.fromkeys(text for trace in self.traces.values() for text in trace.assumptions)
         is_whole = not all(trace.is_step for trace in self.traces.values())
-        return (*["no optimizer has stepped: the whole program is one step"] * is_whole, *found)
+        return (*["no optimizer has stepped: the whole program is one step"] * is_whole, *found, *self._of_host())
+
+    def _of_host(self) -> Iterator[str]:
+        """Yields the assumptions about copies between the host and its GPU, and about operators on the host."""
+        device = self.device
+        entries = [each for trace in self.traces.values() for each in trace.entries]
+        if any(type(each) is Copy and each.num_bytes >= _LARGE for each in entries):
+            speed = device.host_link * device.host_link_share / 1e9
+            yield (
+                f"copies between the CPU and a GPU move {speed:.0f} GB/s in each direction, also those of memory that "
+                "is not pinned, and no other GPU slows them down"
+            )
+        if any(type(each) is HostKernel and each.num_bytes >= _LARGE for each in entries):
+            yield (
+                f"operators on tensors of the CPU move {device.host_bandwidth / 1e9:.0f} GB/s on each rank, its share "
+                "of the CPU's memory: with a single thread, as torchrun starts ranks, they take several times as long"
+            )
 
     @property
     def skipped(self) -> tuple[str, ...]:

@@ -141,6 +141,31 @@ class HostWait(NamedTuple):
     place: int
 
 
+class Copy(NamedTuple):
+    """A copy between the host and its GPU, by a copy engine of the GPU."""
+
+    stream: int
+    """Stream on which it is done. If the host waits for it, a `HostWait` for this stream follows."""
+    to_gpu: bool
+    num_bytes: int
+    phase: Phase
+    place: int
+    module: int
+
+
+class HostKernel(NamedTuple):
+    """An operator on tensors of the host, which the host computes itself."""
+
+    name: str
+    num_bytes: int
+    """Bytes of all inputs and outputs."""
+    launches: int
+    """Tensors of an operator on a list, which takes one after another."""
+    phase: Phase
+    place: int
+    module: int
+
+
 class Allocate(NamedTuple):
     """A storage gets memory. A storage that is resized is freed and allocated again."""
 
@@ -152,6 +177,8 @@ class Allocate(NamedTuple):
     module: int
     stream: int = 0
     """Stream that was current. The caching allocator gives a freed block to its own stream only."""
+    on_host: bool = False
+    """Whether it is memory of the host, not of the GPU."""
 
 
 class Free(NamedTuple):
@@ -161,7 +188,9 @@ class Free(NamedTuple):
 
 
 Communication: TypeAlias = Collective | Message
-Entry: TypeAlias = Kernel | Collective | Message | Wait | RecordEvent | WaitEvent | HostWait | Allocate | Free
+Entry: TypeAlias = (
+    Kernel | Collective | Message | Wait | RecordEvent | WaitEvent | HostWait | Allocate | Free | Copy | HostKernel
+)
 
 
 Order: TypeAlias = Collective | Message | Wait | RecordEvent | WaitEvent | HostWait
@@ -228,11 +257,17 @@ class Trace:
         assert isinstance(entry, Collective | Message)
         return entry
 
-    def line(self, entry: Kernel | Communication | Allocate, unknown: str = "an unknown line") -> str:
+    def copy(self, index: int) -> Copy:
+        """Returns an entry that is a copy between the host and its GPU."""
+        entry = self.entries[index]
+        assert isinstance(entry, Copy)
+        return entry
+
+    def line(self, entry: Kernel | Communication | Allocate | Copy, unknown: str = "an unknown line") -> str:
         """Returns the line of an entry, as "train.py:42"."""
         return self.places[entry.place] if entry.place >= 0 else unknown
 
-    def where(self, entry: Kernel | Communication | Allocate, unknown: str = "an unknown line") -> str:
+    def where(self, entry: Kernel | Communication | Allocate | Copy, unknown: str = "an unknown line") -> str:
         """Returns line and module of an entry, as "train.py:42 in layers.2.attention"."""
         module = f" in {self.modules[entry.module]}" if entry.module >= 0 else ""
         return self.line(entry, unknown) + module

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from echelon.foresight.play.played import CommunicationSpan, PlayedRole, group_text
 from echelon.foresight.report import seconds_text
-from echelon.foresight.trace import Communication, Kernel, Trace
+from echelon.foresight.trace import Communication, Copy, Kernel, Trace
 from echelon.timeline.palette import tone_of
 from echelon.timeline.widget.data import Lane as Row
 from echelon.timeline.widget.data import Part, Piece, Words
@@ -102,6 +102,7 @@ def lanes_of(role: PlayedRole, most: int, most_parts: int) -> list[Lane]:
         for stream, blocks in sorted(_kernels(role).items())
         if stream == 0 or sum(block.width for block in blocks) > _SEEN * role.seconds
     ]
+    rows += _copies(role).items()
     rows += _communication(role).items()
     if exposed := list(_exposed(role)):
         rows.append(("exposed", exposed))
@@ -168,6 +169,18 @@ def _kernels(role: PlayedRole) -> dict[int, list[Block]]:
     return streams
 
 
+def _copies(role: PlayedRole) -> dict[str, list[Block]]:
+    """Returns the copies between the host and its GPU by direction, if they take enough time to be seen."""
+    trace = role.program.trace
+    named: dict[str, list[Block]] = {}
+    for span in role.copies:
+        copy = trace.copy(span.entry)
+        name, hue = ("copies to the GPU", "receive") if copy.to_gpu else ("copies to the CPU", "send")
+        part = f"copy of {copy.num_bytes / (1 << 20):,.1f} MiB{_where(trace, copy)}", span.end - span.start
+        named.setdefault(name, []).append(Block(span.start, span.end, hue, (part,)))
+    return {name: blocks for name, blocks in named.items() if sum(each.width for each in blocks) > _SEEN * role.seconds}
+
+
 def _communication(role: PlayedRole) -> dict[str, list[Block]]:
     """Returns the communication of each group, on a lane for each level of overlap."""
     trace = role.program.trace
@@ -198,7 +211,7 @@ def _exposed(role: PlayedRole) -> Iterator[Block]:
         yield Block(part.start, part.end, "exposed", ((text, part.end - part.start),))
 
 
-def _where(trace: Trace, entry: Kernel | Communication) -> str:
+def _where(trace: Trace, entry: Kernel | Communication | Copy) -> str:
     return (" at " if entry.place >= 0 else "") + trace.where(entry, "")
 
 

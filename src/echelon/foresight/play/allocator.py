@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -47,6 +47,8 @@ class Memory:
     """Times in the step that the device was full and free segments were given back, which slows the step down."""
     reserved: tuple[tuple[int, int], ...]
     """(index of the entry, bytes of segments) after each change. Index -1: before the step."""
+    host_peak: int = 0
+    """Most bytes of tensors on the host at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -233,11 +235,17 @@ class CachingAllocator:
 
 
 def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) -> Memory:
-    """Returns the memory of a recorded step on a device of `limit` bytes.
+    """Returns the memory of a recorded step on a device of `limit` bytes, and that of its tensors on the host.
 
     The program's first step is played before it, because it fragments the memory: the optimizer's state is allocated at
     its end, in blocks that are free then, and later requests do not find these blocks whole.
     """
+    host_peak = _host_peak(trace)
+    if host_peak:
+        live_on_gpu = tuple(entry for entry in trace.live if not entry.on_host)
+        # Indices of entries stay: a storage that is freed without having got memory changes nothing.
+        entries = tuple(Free(-1) if type(each) is Allocate and each.on_host else each for each in trace.entries)
+        trace = replace(trace, live=live_on_gpu, entries=entries)
     allocator = CachingAllocator(limit, expandable)
     fits = _warm_up(allocator, trace)
     earlier_retries = allocator.retries
@@ -279,7 +287,22 @@ def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) 
         # Those of the first step do not come again.
         retries=allocator.retries - earlier_retries,
         reserved=tuple(reserved),
+        host_peak=host_peak,
     )
+
+
+def _host_peak(trace: Trace) -> int:
+    """Returns the most bytes of tensors on the host at once."""
+    alive = {entry.storage: entry.num_bytes for entry in trace.live if entry.on_host}
+    held = peak = sum(alive.values())
+    for change in trace.entries:
+        if type(change) is Allocate and change.on_host:
+            alive[change.storage] = change.num_bytes
+            held += change.num_bytes
+            peak = max(peak, held)
+        elif type(change) is Free:
+            held -= alive.pop(change.storage, 0)
+    return peak
 
 
 def _warm_up(allocator: CachingAllocator, trace: Trace) -> bool:

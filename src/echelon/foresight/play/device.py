@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
 
-from echelon.foresight.trace import Kernel
+from echelon.foresight.trace import Copy, HostKernel, Kernel
 
 ITEMSIZES: Mapping[str, int] = {
     "float64": 8,
@@ -82,6 +82,10 @@ class Device:
         kernel_seconds: The least time of a kernel.
         launch_seconds: Time of the host for an operator that launches a kernel.
         communication_sms: Multiprocessors that a collective takes from kernels.
+        host_link: Bytes per second of the link between the host and one GPU, in each direction.
+        host_link_share: Share of it that copies of pinned memory reach.
+        host_memory_bandwidth: Bytes per second of the memory of a host, all its sockets together.
+        host_memory_share: Share of it that operators on tensors of the host reach.
         generation: Row of NCCL's tuning tables: "ampere", "hopper", or "" for devices without NCCL.
         is_synchronous: Whether the host computes the kernels itself, as on a CPU.
         curves: Measured times of a calibrated device, which replace the constants above for kernels. By the name of an
@@ -111,6 +115,10 @@ class Device:
     kernel_seconds: float = 2.5e-6
     launch_seconds: float = 6e-6
     communication_sms: int = 20
+    host_link: float = 31.5e9
+    host_link_share: float = 0.79
+    host_memory_bandwidth: float = 409.6e9
+    host_memory_share: float = 0.80
     generation: str = ""
     is_synchronous: bool = False
     machine: str = ""
@@ -157,6 +165,19 @@ class Device:
         moving = ROUGH_PASSES.get(kernel.name, 1.0) * kernel.num_bytes / (self.memory_bandwidth * self.memory_share)
         computing = kernel.flops / (self.peak_of(kernel.dtype) * self.matmul_share) if kernel.flops else 0.0
         return max(moving, computing, self.kernel_seconds * kernel.launches)
+
+    def copy_seconds(self, copy: Copy) -> float:
+        """Returns the time of a copy between the host and its GPU that has the link to itself."""
+        return self.kernel_seconds + copy.num_bytes / (self.host_link * self.host_link_share)
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second at which one rank computes on the host, while all ranks of the host do."""
+        return self.host_memory_bandwidth * self.host_memory_share / self.per_host
+
+    def host_seconds(self, kernel: HostKernel) -> float:
+        """Returns the time of an operator on tensors of the host: its bytes, and the calls of its parts."""
+        return kernel.launches * self.launch_seconds + kernel.num_bytes / self.host_bandwidth
 
 
 @cache

@@ -53,6 +53,10 @@ _A100 = Device(
     communication_sms=24,  # NCCL's channels on NVSwitch of this generation
     generation="ampere",
     spread=_SPREAD,
+    host_link=31.5e9,  # PCIe 4.0 with 16 lanes: 16 GT/s each, 128 of 130 bits are data
+    # 24.8 GB/s by nvbandwidth on 8 A100-SXM4-80GB: forums.developer.nvidia.com/t/352186
+    host_link_share=0.787,
+    host_memory_bandwidth=409.6e9,  # DGX A100: 2 EPYC 7742, each with 8 channels of DDR4-3200
 )
 _H100 = Device(
     name="h100",
@@ -67,6 +71,9 @@ _H100 = Device(
     communication_sms=24,
     generation="hopper",
     spread=_SPREAD,
+    host_link=63.0e9,  # PCIe 5.0 with 16 lanes: 32 GT/s each
+    host_link_share=0.883,  # 55.6 GB/s by nvbandwidth, in NVIDIA's article on it (2025)
+    host_memory_bandwidth=614.4e9,  # DGX H100 and H200: 2 Xeon 8480C, each with 8 channels of DDR5-4800
 )
 
 DEVICES: Mapping[str, Device] = MappingProxyType(

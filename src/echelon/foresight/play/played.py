@@ -45,6 +45,16 @@ class CommunicationSpan(NamedTuple):
     protocol: str
 
 
+class CopySpan(NamedTuple):
+    """A copy between the host and its GPU."""
+
+    entry: int
+    """Index in the trace."""
+    stream: int
+    start: float
+    end: float
+
+
 class KernelTime(NamedTuple):
     """A kernel in its run. Delays are shared out evenly over a run."""
 
@@ -79,6 +89,10 @@ class Shares(NamedTuple):
     """Nothing runs, and a stream waits for other ranks to arrive at a communication."""
     idle: float
     """Nothing runs for another reason: the host has not launched the next kernel yet."""
+    copies: float = 0.0
+    """Copies between the host and its GPU that neither kernels nor communication hide."""
+    host: float = 0.0
+    """Operators that the host computes itself, while the GPU does nothing."""
 
 
 class Exposed(NamedTuple):
@@ -102,17 +116,15 @@ class PlayedRole:
     """Time of the host before each operation, and at the end."""
     waits: tuple[tuple[float, float], ...] = ()
     """Intervals in which a stream waits until the other sides of a communication arrive, by start."""
+    copies: tuple[CopySpan, ...] = ()
+    """Copies between the host and its GPU, in the order of their ends."""
+    computed: tuple[tuple[float, float], ...] = ()
+    """Intervals in which the host computes operators itself."""
 
     @cached_property
     def computing(self) -> tuple[tuple[float, float], ...]:
         """Intervals in which any stream computes. Intervals that touch are merged."""
-        merged: list[tuple[float, float]] = []
-        for run in sorted(self.runs, key=lambda run: run.start):
-            if merged and run.start <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(merged[-1][1], run.end)
-            else:
-                merged.append((run.start, run.end))
-        return tuple(merged)
+        return _merged((run.start, run.end) for run in self.runs)
 
     @cached_property
     def kernel_seconds(self) -> Mapping[str, float]:
@@ -133,11 +145,15 @@ class PlayedRole:
         # Runs span the gaps between their launches, which are idle time and no contention.
         launching = max(0.0, min(besides_kernels, sum(run.launching for run in self.runs)))  # not -0.0 % by rounding
         exposed = sum(self.exposed.values())
+        busy = _merged((*self.computing, *((span.start, span.end) for span in self.communication)))
+        copying = _merged((span.start, span.end) for span in self.copies)
+        copies, host = _outside(copying, busy), _outside(_merged(self.computed), _merged((*busy, *copying)))
         # A stream may wait while communication of another one is exposed, and counts as that.
-        waiting = max(0.0, min(self.waiting, self.seconds - computing - exposed))
-        idle = launching + max(0.0, self.seconds - computing - exposed - waiting)
+        waiting = max(0.0, min(self.waiting, self.seconds - computing - exposed - copies - host))
+        idle = launching + max(0.0, self.seconds - computing - exposed - copies - host - waiting)
         kernels = {kind: seconds / self.seconds for kind, seconds in self.kernel_seconds.items()}
-        return Shares(kernels, *(part / self.seconds for part in (besides_kernels - launching, exposed, waiting, idle)))
+        parts = besides_kernels - launching, exposed, waiting, idle, copies, host
+        return Shares(kernels, *(part / self.seconds for part in parts))
 
     @cached_property
     def exposed(self) -> Mapping[Exposed, float]:
@@ -228,6 +244,14 @@ class PlayedRole:
         for index, stream, start, end in self.kernel_times():
             streams[stream].append(Span(self.program.trace.kernel(index).name, start, end))
         return {stream: tuple(spans) for stream, spans in streams.items()}
+
+    def copy_spans(self) -> Mapping[str, tuple[Span, ...]]:
+        """Returns the copies between the host and its GPU by their direction."""
+        found: dict[str, list[Span]] = {}
+        for copy in self.copies:
+            name = "copy to GPU" if self.program.trace.copy(copy.entry).to_gpu else "copy to host"
+            found.setdefault(name, []).append(Span(name, copy.start, copy.end))
+        return {name: tuple(spans) for name, spans in sorted(found.items())}
 
     def phase_spans(self) -> tuple[Span, ...]:
         """Returns the default stream's kernels by phase, such as "backward", or by their step of a schedule."""
@@ -361,7 +385,7 @@ class Played:
             streams = role.kernel_spans()
             rows.append(streams.get(0, ()) if kernels else role.phase_spans())
             lanes = [spans for stream, spans in sorted(streams.items()) if stream]
-            beside.append((*lanes, *_communication_spans(role)))
+            beside.append((*lanes, *role.copy_spans().values(), *_communication_spans(role)))
         return Timeline(
             steps=tuple(tuple(span.step for span in row) for row in rows),
             starts=tuple(tuple(span.start for span in row) for row in rows),
@@ -370,6 +394,23 @@ class Played:
             titles=tuple(f"rank {rank}" for rank in self.roles),
             unit="s",
         )
+
+
+def _merged(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Returns intervals by start. Those that touch are one."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def _outside(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """Returns the length of intervals without the parts that lie in others. Both are merged."""
+    both = _merged((*intervals, *others))
+    return max(0.0, sum(end - start for start, end in both) - sum(end - start for start, end in others))
 
 
 def group_text(trace: Trace, index: int) -> str:

@@ -10,6 +10,9 @@ that of communication on other communication on its links. These ends are found 
 events: communication takes multiprocessors, begins or ends, kernels end. Communication takes multiprocessors as soon as
 its own rank has arrived, as NCCL's kernels do, which wait on the device. At each event, kernels and communication under
 way on the same device and links get new rates. If no event is left and something waits, the program is in a deadlock.
+
+A copy between the host and its GPU takes nothing from kernels. It has a copy engine, one for each direction, which does
+one copy after another in the order in which streams get to them.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ from echelon.foresight.play.collectives import Cost
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.job import Job
 from echelon.foresight.play.links import Link
-from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
+from echelon.foresight.play.played import CommunicationSpan, CopySpan, Played, PlayedRole, RunSpan
 from echelon.foresight.play.processors import play_on_processors
-from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run
+from echelon.foresight.play.program import Await, HostAwait, HostRun, Mark, Post, Program, Run, Transfer
 from echelon.foresight.play.roles import Channel, Meeting, waiting_text
 from echelon.foresight.trace import Message, Trace
 
@@ -63,7 +66,7 @@ def play(
             gc.enable()
 
 
-_Task: TypeAlias = tuple[Run | Mark | Await | Post, float, int]
+_Task: TypeAlias = tuple[Run | Mark | Await | Post | Transfer, float, int]
 """(operation that a stream or a queue has to do, time at which the host called it, index of the operation)."""
 
 _Key: TypeAlias = tuple[str, int]
@@ -130,6 +133,17 @@ class _Taken:
 
 
 @dataclass(slots=True, eq=False)
+class _Copying:
+    """A copy between the host and its GPU that has come to its engine."""
+
+    role: _Role
+    line: _Line
+    transfer: Transfer
+    start: float = 0.0
+    """Time at which the engine begins it."""
+
+
+@dataclass(slots=True, eq=False)
 class _Kernels(_Work):
     """Kernels under way on the default stream."""
 
@@ -163,12 +177,17 @@ class _Role:
         """Streams and queues with a backlog."""
         self.taken: dict[_Taken, None] = {}
         """Multiprocessors that communication takes."""
+        self.engines: dict[bool, deque[_Copying]] = {True: deque(), False: deque()}
+        """Copies that have come to the engine of each direction, by whether they go to the GPU."""
         self.num_beside = 0
         """Kernels under way on other streams."""
         self.hosts: list[float] = []
         """Time of the host before each operation."""
         self.runs: list[RunSpan] = []
         self.communication: list[CommunicationSpan] = []
+        self.copies: list[CopySpan] = []
+        self.computed: list[tuple[float, float]] = []
+        """Intervals in which the host computes operators itself."""
         self.met: dict[int, float] = {}
         """Times at which all sides of a communication have arrived, by its entry."""
         self.waits: list[tuple[float, float]] = []
@@ -188,6 +207,8 @@ class _Role:
 # Order of events at the same time: ends make room before the next work begins.
 _END, _STREAM_END, _STREAM_BEGIN, _TAKE, _BEGIN = range(5)
 
+_What: TypeAlias = _Role | _Taken | _Gathering | _Kernels | _Copying
+
 
 class _Player:
     def __init__(self, job: Job) -> None:
@@ -202,7 +223,7 @@ class _Player:
         self._woken: deque[tuple[_Role, _Line]] = deque()
         # Kernels always keep some multiprocessors, since communication may wait for them.
         self._communication_share = min(0.9, job.device.communication_sms / job.device.num_sms)
-        self._events: list[tuple[float, int, int, _Role | _Taken | _Gathering | _Kernels, int]] = []
+        self._events: list[tuple[float, int, int, _What, int]] = []
         self._numbers = count()
         self._now = 0.0
 
@@ -218,6 +239,11 @@ class _Player:
             elif isinstance(what, _Taken):
                 what.role.taken[what] = None
                 self._set_rate(what.role)
+            elif isinstance(what, _Copying):
+                if kind == _BEGIN:
+                    self._copy_comes(what)
+                else:
+                    self._copy_ends(what)
             elif version != what.version:
                 continue
             elif isinstance(what, _Kernels):
@@ -231,7 +257,7 @@ class _Player:
             raise DeadlockError(self._explain(waiting))
         return self._job.played({rank: self._result(role) for rank, role in self._roles.items()})
 
-    def _at(self, time: float, kind: int, what: _Role | _Taken | _Gathering | _Kernels, version: int = 0) -> None:
+    def _at(self, time: float, kind: int, what: _What, version: int = 0) -> None:
         # At a rate of 0 there is no end yet. The next change of the rate queues one.
         if time < math.inf:
             heappush(self._events, (time, kind, next(self._numbers), what, version))
@@ -254,11 +280,16 @@ class _Player:
                 # Communication of NCCL is a kernel, too, which the host launches.
                 role.host += self._device.launch_seconds
                 self._post(role, operation)
+            elif isinstance(operation, HostRun):
+                begin, role.host = role.host, role.host + operation.seconds
+                role.computed.append((begin, role.host))
             else:
                 line = role.streams[operation.stream]
                 self._issue(role, line, (operation, role.host, role.at))  # type: ignore[arg-type]
                 if type(operation) is Run:
                     role.host += operation.host
+                elif type(operation) is Transfer:
+                    role.host += self._device.launch_seconds
             role.at += 1
 
     def _host_waits_for(self, role: _Role, wait: HostAwait) -> bool:
@@ -314,6 +345,10 @@ class _Player:
                 role.waits.append((line.time, met))
             line.time = max(line.time, time)
             return True
+        if type(operation) is Transfer:
+            # The engine may be busy then, with a copy that another stream brings in the meantime.
+            self._at(max(line.time, issued), _BEGIN, _Copying(role, line, operation))
+            return False
         if type(operation) is Post:
             return self._communicate(role, line, number, operation)
         self._set(role, ("event", number), max(line.time, issued))
@@ -378,6 +413,29 @@ class _Player:
         if kernels is not None and (rate := self._rate(role)) != kernels.rate:
             kernels.change(self._now, rate)
             self._at(kernels.end, _END, kernels, kernels.version)
+
+    def _copy_comes(self, copy: _Copying) -> None:
+        """Brings a copy to its engine, which does one after another."""
+        engine = copy.role.engines[copy.transfer.to_gpu]
+        engine.append(copy)
+        if len(engine) == 1:
+            self._copy_begins(copy)
+
+    def _copy_begins(self, copy: _Copying) -> None:
+        copy.start = self._now
+        self._at(self._now + copy.transfer.seconds, _END, copy)
+
+    def _copy_ends(self, copy: _Copying) -> None:
+        role, line, transfer = copy.role, copy.line, copy.transfer
+        role.copies.append(CopySpan(transfer.entry, transfer.stream, copy.start, self._now))
+        engine = role.engines[transfer.to_gpu]
+        engine.popleft()
+        if engine:
+            self._copy_begins(engine[0])
+        line.time = self._now
+        assert line.backlog is not None
+        line.backlog.popleft()
+        self._woken.append((role, line))
 
     def _communicate(self, role: _Role, line: _Line, number: int, post: Post) -> bool:
         ready = role.times.get(("event", number))
@@ -508,6 +566,8 @@ class _Player:
             communication=tuple(sorted(role.communication, key=lambda span: span.start)),
             hosts=tuple(role.hosts),
             waits=tuple(sorted(role.waits)),
+            copies=tuple(role.copies),
+            computed=tuple(role.computed),
         )
 
 

@@ -20,7 +20,7 @@ from echelon.foresight.play.collectives import Cost
 from echelon.foresight.play.job import Job
 from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
-from echelon.foresight.play.program import Await, Mark, Post, Program, Run
+from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run
 from echelon.foresight.play.roles import Channel, Meeting, waiting_text
 from echelon.foresight.trace import Message, Trace
 
@@ -219,7 +219,7 @@ class _Player:
             elif isinstance(operation, Await):
                 known = role.events.get(operation.event, ())
                 self._wait(role, operation.stream, known if operation.communication < 0 else (operation.communication,))
-            elif operation.event >= 0:
+            elif isinstance(operation, HostAwait) and operation.event >= 0:
                 self._wait(role, _DEFAULT_STREAM, role.events.get(operation.event, ()))
             else:
                 # Kernels have ended when the host is here, so streams can only wait for communication.

@@ -16,7 +16,9 @@ from echelon.foresight.play.device import Device
 from echelon.foresight.trace import (
     Allocate,
     Collective,
+    Copy,
     Free,
+    HostKernel,
     HostWait,
     Kernel,
     Message,
@@ -39,6 +41,24 @@ class Run(NamedTuple):
     """Time of the host."""
     entries: tuple[int, ...]
     """Indices of the kernels in the trace."""
+
+
+class Transfer(NamedTuple):
+    """A copy between the host and its GPU, on a stream and on the copy engine of its direction."""
+
+    stream: int
+    seconds: float
+    """Time that it takes once the engine is free."""
+    to_gpu: bool
+    entry: int
+
+
+class HostRun(NamedTuple):
+    """Operators in a row that the host computes itself."""
+
+    seconds: float
+    entry: int
+    """Index of the first one."""
 
 
 class Post(NamedTuple):
@@ -82,7 +102,7 @@ class HostAwait(NamedTuple):
     entry: int
 
 
-Operation: TypeAlias = Run | Post | Mark | Await | HostAwait
+Operation: TypeAlias = Run | Post | Mark | Await | HostAwait | Transfer | HostRun
 
 
 @dataclass(frozen=True)
@@ -187,6 +207,10 @@ class _Lowering:
                 # Without NCCL the two directions of a link do not wait for each other.
                 queue = ("to" if entry.is_send else "from", entry.peer)
             self._post(queue, (index,), entry.stream, entry.blocking)
+        elif isinstance(entry, Copy):
+            self._operations.append(Transfer(entry.stream, self._device.copy_seconds(entry), entry.to_gpu, index))
+        elif isinstance(entry, HostKernel):
+            self._operations.append(HostRun(self._device.host_seconds(entry), index))
         elif isinstance(entry, Wait):
             # Communication of an earlier step has long ended.
             if entry.number in self._posted:

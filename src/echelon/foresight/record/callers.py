@@ -17,6 +17,8 @@ _CALLS = os.path.join("torch", "distributed", "distributed_c10d.py")
 """File of torch with the functions that a program calls."""
 BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
 """Files of torch between an operation and its caller."""
+LOADING = os.path.join(os.sep, "torch", "utils", "data", "")
+"""Folder of torch's loaders of data."""
 _BEFORE_CALLS = (
     *BETWEEN,
     os.path.join("torch", "distributed", "c10d_logger.py"),

@@ -342,6 +342,7 @@ def functional_collective(
         words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
         group = resolve_process_group(words[-1])
         assert isinstance(group, RecordedGroup), "every group of a recorded rank is one"
+        before = _on_host(recording, group, inputs)
         log.num_of_all += len(group.ranks) == _recording_backend(group.group).world_size
         entry = recording.collective(
             _KINDS.get(base, base),
@@ -355,7 +356,21 @@ def functional_collective(
         )
         recording.routing.communicated(_with_op(entry), inputs, outputs, group.rank(), len(group.ranks))
         log.pending.update((memory.number(each), entry.number) for each in outputs)
+        if before:
+            assert recording.placement is not None
+            recording.placement.resulted(outputs, before, recording.memory.on_host[before[0]])
         return out
+
+
+def _on_host(recording: Recording, group: RecordedGroup, inputs: Sequence[Tensor]) -> list[int]:
+    """Returns the storages of tensors that were moved to the host. Raises RuntimeError if the backend takes none."""
+    fixed = recording.memory.fixed
+    found = [number for each in inputs if (number := recording.memory.known(each)) in fixed and number is not None]
+    if found and group.takes_gpu_only and recording.placement is not None:
+        recording.placement.check_fixed(inputs, group.takes_gpu_only)
+    if found:
+        recording.log.assume("communication of tensors of the CPU takes the time of 'nccl'")
+    return found
 
 
 def _with_op(entry: Collective) -> str:

@@ -8,6 +8,7 @@ for autocast, this mode makes the choice of a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, default_device_of, known_value, real_tensors, set_known_value
 from echelon.foresight.record.here import recording_here
-from echelon.foresight.record.placement import FACTORIES, MOVES, is_gpu
+from echelon.foresight.record.placement import FACTORIES, HOST, MOVES, is_gpu
 from echelon.foresight.trace import HostWait
 from echelon.wording import counted
 
@@ -94,10 +95,24 @@ class OnDevice(TorchFunctionMode):
         if name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args = tuple(_widened(each) for each in args)
             kwargs = {key: _widened(each) for key, each in kwargs.items()}
-        out = func(*args, **kwargs)
-        if name in FACTORIES or name in MOVES or "device" in given[1]:
+        if name in FACTORIES and given[1].get("device") is None and (makes := _making(given)) is not None:
+            with makes:
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if name in FACTORIES or name in MOVES or "device" in given[1] or "pin_memory" in given[1]:
             return _placed(name, *given, out)
         return out
+
+
+def _making(given: tuple[tuple[Any, ...], dict[str, Any]]) -> AbstractContextManager[None] | None:
+    """Returns a context for a function that makes a tensor of the host. None if other tensors decide the device."""
+    recording = recording_here()
+    if recording is None or recording.placement is None:
+        return None
+    if any(isinstance(each, Tensor) for each in (*given[0], *given[1].values())):
+        return None
+    return recording.placement.making(depth=3)
 
 
 def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -108,11 +123,12 @@ def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     device = kwargs.get("device")
     if name in MOVES:
         goals = [each for each in (*args[1:], device) if isinstance(each, str | torch.device | Tensor)]
-        if name == "cpu" or "cpu" in [each for each in goals if isinstance(each, str)]:
+        goals += [HOST] * (name == "cpu")
+        if goals:  # not if the dtype alone changes
             # Frames between: this function and the mode.
-            placement.offloaded(args[0], is_plain=name == "cpu", depth=3)
-        if goals or name == "cpu":  # not if the dtype alone changes
-            return placement.moved(args[0], out, to_gpu=any(map(is_gpu, goals)))
+            return placement.moved(args[0], out, goals, _non_blocking(args, kwargs), depth=3)
+    elif (is_pinned := bool(kwargs.get("pin_memory", False))) or device == "cpu":
+        placement.made_on_host(out, is_pinned, depth=3)
     elif device is None:
         # A tensor among the arguments decides the device, as `out=` does.
         if name in FACTORIES and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
@@ -120,7 +136,14 @@ def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             placement.made(out, on_gpu=False, depth=3)
     elif is_gpu(device):
         placement.made(out, on_gpu=True)
+    else:
+        placement.lose(out)
     return out
+
+
+def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a move need not be waited for: the first truth value among its arguments."""
+    return bool(kwargs.get("non_blocking", next((each for each in args[1:] if isinstance(each, bool)), False)))
 
 
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,8 +171,20 @@ def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         else:
             mapped(each)
     if (recording := recording_here()) is not None and recording.placement is not None:
-        return recording.placement.moved(args[0], args[0], to_gpu=True)
+        return recording.placement.moved(args[0], args[0], [_CUDA], _non_blocking(args, kwargs))
     return args[0]
+
+
+def _pinned(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
+    """Returns the tensor in pinned memory of the host."""
+    if (recording := recording_here()) is None or recording.placement is None:
+        return args[0]
+    return recording.placement.copies.pinned(args[0])
+
+
+def _is_pinned(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> bool:
+    recording = recording_here()
+    return recording is not None and recording.placement is not None and recording.placement.copies.is_pinned(args[0])
 
 
 def _typed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -361,8 +396,8 @@ _SPECIAL: dict[str, _Special] = {
     "cuda": _moved_to_gpu,
     "histc": _histogram,
     "type": _typed,
-    "pin_memory": lambda _, args, __: args[0],
-    "is_pinned": lambda *_: True,
+    "pin_memory": _pinned,
+    "is_pinned": _is_pinned,
     # As libraries have it that were imported before. `device_names` replaces it, too.
     "scaled_dot_product_attention": attention,
 }

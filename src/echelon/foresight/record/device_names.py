@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -22,15 +21,25 @@ from echelon._torch_private.distributed import all_gather_into, batches_noted, d
 from echelon._torch_private.modules import (
     ddp_of_sync_batch_norm,
     devices_as_on_gpu,
+    drop_offloaded_gradient,
     flex_attention_by,
+    move_to_gpu,
+    offloaded_parameters_by,
     optimizers_as_on_gpu,
 )
-from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
+from echelon._torch_private.tensors import (
+    FakeTensor,
+    is_in_function_mode,
+    move_fake,
+    real_tensors,
+    storage_address,
+    tree_leaves,
+)
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
+from echelon.foresight.record.copies import Copies
 from echelon.foresight.record.device import OnDevice, OnHost, attention, check_gpu, mapped
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
-from echelon.foresight.record.placement import OFFLOADED
 
 
 class Gpu(NamedTuple):
@@ -90,13 +99,12 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             # Not by `OnDevice`, which torch leaves while it runs a function that calls it, as of nn.MultiheadAttention.
             wrap(nn.functional, "scaled_dot_product_attention", _attention)
             wrap(nn.SyncBatchNorm, "forward", _synchronized)
-            wrap(torch.autograd.graph.save_on_cpu, "__init__", _offloaded)
-            wrap(CPUOffload, "__init__", _offloaded)
-            wrap(CPUOffloadPolicy, "__init__", _offloaded)
+            wrap(torch.autograd.graph.saved_tensors_hooks, "__init__", _hooked)
             stack.enter_context(flex_attention_by(partial(in_place_of, function=_flexible_attention)))
             stack.enter_context(ddp_of_sync_batch_norm())
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
+            stack.enter_context(offloaded_parameters_by(*(partial(in_place_of, function=each) for each in _OF_FSDP1)))
         mode = OnDevice if gpu is not None else OnHost
         stack.enter_context(backward_with(lambda _: mode() if _is_recorded_here() else nullcontext()))
         for name in ("__init__", "__getitem__", "_flatten"):
@@ -424,7 +432,8 @@ def _apply(
         if isinstance(each, FakeTensor):
             with torch.no_grad():
                 moved = function(each)
-                if each.fake_device.type == "meta":  # as torch: it has no memory that could be replaced
+                # As torch: a parameter of the meta device has no memory that could be replaced.
+                if "meta" in (each.fake_device.type, moved.fake_device.type):
                     parameters[name] = nn.Parameter(moved, each.requires_grad)
                     continue
                 move_fake(each, moved)
@@ -448,8 +457,11 @@ def _without_devices(
 _OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
 
 
-def _without_workers(_: Recording, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes a loader whose workers run in the rank's own thread, and which pins nothing."""
+def _without_workers(
+    recording: Recording, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Makes a loader whose workers run in the rank's own thread."""
+    pins = bool(kwargs.get("pin_memory", args[7] if len(args) > 7 else False))
     # Nothing is recorded in the process of a worker, and torch pins no memory without a GPU.
     # dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, ...
     args = (*args[:5], *(0 for _ in args[5:6]), *args[6:7], *(False for _ in args[7:8]), *args[8:9])
@@ -457,6 +469,16 @@ def _without_workers(_: Recording, original: Callable[..., None], loader: Any, *
     kwargs.update({name: False for name in ("pin_memory", "persistent_workers") if name in kwargs})
     kwargs.update({name: None for name in _OF_WORKERS if name in kwargs})
     original(loader, *args, **kwargs)
+    if pins and recording.placement is not None:
+        loader.collate_fn = partial(_pinned_batch, recording.placement.copies, loader.collate_fn)
+
+
+def _pinned_batch(copies: Copies, collate: Callable[[Any], Any], samples: Any) -> Any:
+    """Makes a batch in pinned memory, as the thread of a loader does beside the program."""
+    batch = collate(samples)
+    for each in tree_leaves(batch):
+        copies.loaded(each)
+    return batch
 
 
 def _address(_: Recording, original: Callable[..., int], storage: torch.UntypedStorage) -> int:
@@ -493,10 +515,35 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
-def _offloaded(recording: Recording, original: Callable[..., None], context: Any, *args: Any, **kwargs: Any) -> None:
-    original(context, *args, **kwargs)
-    if getattr(context, "offload_params", True):  # FSDP1's option may be off
-        recording.log.assume(OFFLOADED)
+def _gathered_on_gpu(_: Recording, original: Callable[..., bool], handle: Any) -> bool:
+    """Prepares a flat parameter of FSDP1 for its gathering, which NCCL does on the GPU. Returns whether it changed."""
+    has_changed = original(handle)
+    return move_to_gpu(handle) or has_changed
+
+
+def _without_offloaded_gradient(_: Recording, original: Callable[..., None], handle: Any) -> None:
+    """Prepares a flat parameter of FSDP1 for its backward pass."""
+    drop_offloaded_gradient(handle)
+    original(handle)
+
+
+_OF_FSDP1 = _gathered_on_gpu, _without_offloaded_gradient
+
+
+def _hooked(_: Recording, original: Callable[..., None], context: Any, pack: Any, unpack: Any) -> None:
+    """Makes a context whose hooks move saved tensors as the program does elsewhere: torch calls them inside a mode."""
+    # Those of checkpointing move nothing, and run forward passes.
+    if type(context).__module__ != "torch.utils.checkpoint":
+        pack, unpack = _in_mode(pack), _in_mode(unpack)
+    original(context, pack, unpack)
+
+
+def _in_mode(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def call(value: Any) -> Any:
+        with nullcontext() if is_in_function_mode(OnDevice) else OnDevice():
+            return hook(value)
+
+    return call
 
 
 def _synchronized(_: Recording, original: Callable[..., Tensor], module: nn.SyncBatchNorm, input: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -38,6 +39,12 @@ class Memory:
         """Storages that are known to be on the GPU, see `placement`."""
         self.on_host: dict[int, int] = {}
         """Storages that are known to be on the host, with the line that made them."""
+        self.fixed: set[int] = set()
+        """Storages of the host that no library moves by itself, since the program or a library has put them there."""
+        self.pinned: set[int] = set()
+        """Storages of the host in pinned memory."""
+        self.making: int | None = None
+        """Line whose new storages are on the host. None: they are on the GPU."""
         self._log = log
         # By address, with a reference that keeps the callback alive.
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -56,6 +63,8 @@ class Memory:
             return known[0]
         number = self._log.new_storage()
         self.adopt(tensor, number)
+        if self.making is not None:
+            self.on_host[number] = self.making
         # A storage of the meta device claims its bytes, but has none.
         self._allocate(number, 0 if tensor.device.type == "meta" else storage.nbytes())
         return number
@@ -69,9 +78,12 @@ class Memory:
         """Writes an entry into the log, and counts its memory."""
         if type(entry) is Allocate:
             self.live[entry.storage] = entry
-            self.num_bytes += entry.num_bytes
-            self.peak = max(self.peak, self.num_bytes)
-        elif type(entry) is Free and (before := self.live.pop(entry.storage, None)) is not None:
+            if entry.on_host:
+                self.on_host.setdefault(entry.storage, entry.place)  # of a repeated call
+            else:
+                self.num_bytes += entry.num_bytes
+                self.peak = max(self.peak, self.num_bytes)
+        elif type(entry) is Free and (before := self.live.pop(entry.storage, None)) is not None and not before.on_host:
             self.num_bytes -= before.num_bytes
         self._log.entries.append(entry)
 
@@ -79,12 +91,37 @@ class Memory:
 
     def leave_gpu(self, number: int, place: int) -> None:
         """Notes that a new storage, made by a line, is on the host: it takes no memory of the GPU."""
+        self.on_gpu.discard(number)
+        if number in self.on_host:
+            return
         self.on_host[number] = place
-        self._free(number)
+        if (before := self.live.get(number)) is not None:
+            self._free(number)
+            self.append(before._replace(on_host=True))
+
+    @contextmanager
+    def on_the_host(self, place: int | None) -> Iterator[None]:
+        """Inside, new storages are on the host, made by a line. None: no change."""
+        outer = self.making
+        self.making = outer if place is None else place
+        try:
+            yield
+        finally:
+            self.making = outer
+
+    def fix(self, number: int | None, is_pinned: bool = False) -> None:
+        """Notes that no library moves a storage of the host by itself, and whether it is in pinned memory."""
+        if number is not None and number in self.on_host:
+            self.fixed.add(number)
+            if is_pinned:
+                self.pinned.add(number)
 
     def enter_gpu(self, number: int, tensor: torch.Tensor) -> None:
         """Notes that the storage of a tensor may be on the GPU from now on."""
         del self.on_host[number]
+        self.fixed.discard(number)
+        self.pinned.discard(number)
+        self._free(number)
         self._allocate(number, tensor.untyped_storage().nbytes())
 
     # Storages of repeated calls, whose entries are copies
@@ -106,8 +143,6 @@ class Memory:
         if known is None:
             return
         number, num_bytes = known[0], storage.nbytes()
-        if number in self.on_host:
-            return
         before = self.live.get(number)
         if (0 if before is None else before.num_bytes) != _rounded(num_bytes):
             self._free(number)
@@ -125,7 +160,9 @@ class Memory:
         # PyTorch's allocator gives no block for 0 bytes.
         if num_bytes:
             log = self._log
-            self.append(Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module(), log.stream))
+            is_on_host = number in self.on_host
+            place, module = log.place(), log.module()
+            self.append(Allocate(number, _rounded(num_bytes), self._kind(), place, module, log.stream, is_on_host))
 
     def _free(self, number: int) -> None:
         if number in self.live:
@@ -138,6 +175,8 @@ class Memory:
             del self._known[address]
         self.on_gpu.discard(number)
         self.on_host.pop(number, None)
+        self.fixed.discard(number)
+        self.pinned.discard(number)
         self._free(number)
 
     def _kind(self) -> MemoryKind:

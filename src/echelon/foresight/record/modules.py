@@ -67,7 +67,7 @@ class Modules:
     def _moved_by(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes the arguments of a module that moves them to its GPU."""
         assert self._placement is not None
-        self._placement.forget(tree_leaves((args, kwargs)))
+        self._placement.arrived(tree_leaves((args, kwargs)))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if self._compiling and self._compiling[-1][0] is module:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from echelon._torch_private.tensors import FakeTensor, local_part, without_functions
 from echelon.call_site import is_foreign
 from echelon.foresight.record.callers import calling_file
+from echelon.foresight.record.copies import Copies
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 
@@ -46,12 +48,12 @@ MOVES = frozenset({"as_tensor", "cpu", "to"})
 """Functions that may move a tensor."""
 _TAKES_BOTH = frozenset({"copy_", "_to_copy", "lift_fresh", "set_", "_local_scalar_dense", "_foreach_copy_"})
 """Operators that take tensors of several devices. Indexing does so, too."""
-OFFLOADED = "copies to the CPU take no time, and what is moved there counts as memory of the GPU,"
-"""Note of a program that moves tensors off its GPU."""
+HOST = "host"
+"""Goal of a move that can mean nothing but the host."""
 GPU = -1
 """Device of a result on the GPU."""
-_LARGE = 1 << 20
-"""Bytes from which on a copy to the CPU is worth a note: it takes 40 us, as many kernels do."""
+_TO_EMPTY = os.path.join("torch", "nn", "modules", "module.py")
+"""File of torch that makes the tensors of a module on the device that the program names."""
 Where: TypeAlias = int | None
 """Device of a result: `GPU`, the line that made it on the host, or None if it is unknown."""
 _DISTRIBUTED = os.path.join(os.sep, "torch", "distributed", "")
@@ -59,14 +61,26 @@ _MOVERS = tuple(
     os.path.join("torch", "distributed", name, "") for name in ("tensor", "fsdp", "checkpoint", "_composable")
 )
 """Folders of torch whose collectives move tensors to the device of their mesh."""
+_REDUCES = os.path.join("torch", "distributed", "fsdp", "_fully_shard", "_fsdp_collectives.py")
+"""File of FSDP2 that moves gradients to the host, and nothing else to a device."""
 
 
 class Placement:
     """Known devices of one rank's tensors."""
 
     def __init__(self, log: Log, memory: Memory) -> None:
+        self.copies = Copies(log, memory)
         self._log = log
         self._memory = memory
+
+    def making(self, depth: int) -> AbstractContextManager[None]:
+        """Returns a context for a function that makes a tensor without a device: a line of the program makes it there.
+
+        `depth` is the number of frames between this call and the line that calls the function.
+        """
+        if is_foreign(sys._getframe(depth).f_code.co_filename):
+            return nullcontext()
+        return self._memory.on_the_host(self._log.place())
 
     def made(self, tensor: object, on_gpu: bool, depth: int = 1) -> None:
         """Notes a tensor that a function of torch has made, on the GPU or without a device.
@@ -82,48 +96,50 @@ class Placement:
         elif not is_foreign(sys._getframe(depth).f_code.co_filename):
             self._memory.leave_gpu(number, self._log.place())
 
-    def moved(self, tensor: object, out: Any, to_gpu: bool) -> Any:
-        """Returns the result of a move. It has memory of its own if the tensor is known to stay on the host.
+    def made_on_host(self, tensor: object, is_pinned: bool, depth: int = 1) -> None:
+        """Notes a new tensor in pinned memory, or one for which a line of the program or `to_empty` names the CPU."""
+        path = sys._getframe(depth).f_code.co_filename
+        is_certain = is_pinned or path.endswith(_TO_EMPTY) or not is_foreign(path)
+        if is_certain and (number := self._number_inside(tensor)) is not None:
+            self._memory.leave_gpu(number, self._log.place())
+            self._memory.fix(number, is_pinned)
+
+    def moved(self, tensor: object, out: Any, goals: Sequence[Any], non_blocking: bool, depth: int = 1) -> Any:
+        """Returns the result of a move, which has memory of its own.
 
         Args:
             tensor: the tensor that is moved.
             out: the result of torch, which mostly is the same tensor.
-            to_gpu: whether the goal is a GPU.
-        """
-        number = self._number_inside(tensor)
-        if to_gpu and self._number_inside(out) in self._memory.on_host:
-            if self._number_inside(out) == number:
-                # For torch both are on the CPU, so it has moved nothing. On a GPU the result has memory of its own.
-                out = out.clone()
-            self._enter(out)
-            self._memory.on_gpu.add(self._memory.number(local_part(out)))
-        elif to_gpu and number is not None and isinstance(tensor, nn.Parameter):
-            self._memory.on_gpu.add(number)
-        elif not to_gpu:
-            self._lose(tensor)
-            self._lose(out)
-        return out
-
-    def offloaded(self, tensor: Any, is_plain: bool, depth: int) -> None:
-        """Notes that a tensor is moved to the CPU, which is not played.
-
-        Args:
-            tensor: the tensor.
-            is_plain: whether the call can mean nothing else. A library may also name the CPU in place of a GPU.
+            goals: devices and tensors that the call names.
+            non_blocking: whether the call says that the host need not wait.
             depth: number of frames between this call and the line that moves it.
         """
-        number = self._number_inside(tensor)
-        if number is None or number in self._memory.on_host:
-            return
-        if not is_plain and is_foreign(sys._getframe(depth).f_code.co_filename):
-            return
-        with without_functions():
-            local = local_part(tensor)
-            num_bytes = local.numel() * local.element_size()
-        if num_bytes >= _LARGE:
-            self._log.assume(OFFLOADED)
+        number, of_result = self._number_inside(tensor), self._number_inside(out)
+        names_gpu = any(map(is_gpu, goals))
+        # Devices of recorded tensors say CPU. So a library that moves a tensor from the host to one of them, as FSDP to
+        # that of its mesh, means the GPU.
+        names_device = any(isinstance(each, torch.device) for each in goals)
+        if of_result in self._memory.on_host and (names_gpu or (names_device and of_result in self._memory.fixed)):
+            return self.copies.to_gpu(out, non_blocking)
+        if names_gpu:
+            if number is not None and isinstance(tensor, nn.Parameter):
+                self._memory.on_gpu.add(number)
+        elif self._names_host(goals, sys._getframe(depth).f_code.co_filename):
+            return self.copies.to_host(out, non_blocking)
+        else:
+            self.lose(tensor)
+            self.lose(out)
+        return out
 
-    def _lose(self, tensor: object) -> None:
+    @staticmethod
+    def _names_host(goals: Sequence[Any], path: str) -> bool:
+        """Whether a line of a file moves a tensor to the host for certain. `HOST` is the goal of `x.cpu()`."""
+        if HOST in goals:
+            return True
+        # A library may also name the CPU in place of a GPU.
+        return path.endswith(_REDUCES) or ("cpu" in goals and not is_foreign(path))
+
+    def lose(self, tensor: object) -> None:
         """Notes that the device of a tensor is unknown."""
         if (number := self._number_inside(tensor)) is not None:
             self._enter(tensor)
@@ -135,9 +151,17 @@ class Placement:
             with without_functions():
                 self._memory.enter_gpu(number, local_part(tensor))
 
+    def arrived(self, tensors: Iterable[object]) -> None:
+        """Notes tensors that a library moves to the GPU, with their copies."""
+        for tensor in tensors:
+            if self._number_inside(tensor) in self._memory.on_host:
+                self.copies.arrived(local_part(tensor))  # type: ignore[arg-type] # it has a storage
+
     def forget(self, tensors: Iterable[object]) -> None:
         """Notes tensors that a library may have moved to the GPU."""
         for tensor in tensors:
+            if self._number_inside(tensor) in self._memory.fixed:
+                continue
             self._enter(tensor)
             if isinstance(tensor, nn.Parameter) and (number := self._number_inside(tensor)) is not None:
                 self._memory.on_gpu.add(number)
@@ -155,7 +179,10 @@ class Placement:
         """
         on_gpu, on_host = self._memory.on_gpu, self._memory.on_host
         is_on_gpu = not on_gpu.isdisjoint(before)
-        if not on_host or on_host.keys().isdisjoint(before) or _of_distributed():
+        if not on_host or on_host.keys().isdisjoint(before):
+            return GPU if is_on_gpu else None
+        # torch's code for parallelism moves tensors to the device of its mesh, but not those that it offloads itself.
+        if self._memory.fixed.isdisjoint(before) and _of_distributed():
             return GPU if is_on_gpu else None
         # torch takes numbers of the host beside tensors of the GPU, but no tensors with dimensions.
         hosts = [number for number, each in zip(before, inputs, strict=False) if number in on_host and each.dim()]
@@ -163,7 +190,7 @@ class Placement:
             # A tensor of an unknown device makes that of the result unknown, too.
             is_on_host = len(hosts) == sum(each.dim() > 0 for each in inputs)
             return on_host[next(each for each in (*hosts, *before) if each in on_host)] if is_on_host else None
-        if hosts and not self.takes_both(name):
+        if hosts and not self.takes_both(name) and not _of_distributed():
             raise RuntimeError(
                 f"{name} takes a tensor of the CPU, made at {self._line(hosts[0])}, and one of the GPU: move the first "
                 "one by .to(device)"
@@ -182,6 +209,8 @@ class Placement:
                 self._memory.on_gpu.add(number)
             else:
                 self._memory.leave_gpu(number, where)
+                if not self._memory.fixed.isdisjoint(before):
+                    self._memory.fix(number)
 
     @staticmethod
     def takes_both(name: str) -> bool:
@@ -204,6 +233,16 @@ class Placement:
                     ".to(device)"
                 )
 
+    def check_fixed(self, tensors: Iterable[Tensor], backend: str) -> None:
+        """Raises RuntimeError if a backend that takes tensors of GPUs alone is given one that was moved to the host."""
+        for each in tensors:
+            number = self._memory.known(each)
+            if number is not None and number in self._memory.fixed:
+                raise RuntimeError(
+                    f"{backend} at {self._log.line()} takes no tensor of the CPU, as of what is offloaded at "
+                    f"{self._line(number)}: begin with init_process_group('cpu:gloo,cuda:{backend}')"
+                )
+
     def _line(self, number: int) -> str:
         """Returns the line that made a storage on the host."""
         return list(self._log.places)[self._memory.on_host[number]]
@@ -217,7 +256,7 @@ class Placement:
         if not isinstance(tensor, FakeTensor):
             return None
         with without_functions():
-            return self._memory.known(tensor)
+            return self._memory.known(tensor) if tensor.layout is torch.strided else None
 
 
 def is_gpu(value: Any) -> bool:

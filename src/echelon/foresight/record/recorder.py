@@ -26,6 +26,7 @@ from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import BETWEEN, calling_file
 from echelon.foresight.record.communication import functional_collective
+from echelon.foresight.record.copies import COPIES, Copies, Move
 from echelon.foresight.record.here import Recording, name_of, tensors_in
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
 from echelon.foresight.record.placement import GPU, Where
@@ -97,6 +98,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self._recording = recording
         self.log, self.memory, self.routing = recording.log, recording.memory, recording.routing
         self._placement = recording.placement
+        placement = recording.placement
+        self._copies = Copies(recording.log, recording.memory) if placement is None else placement.copies
         self._results = FakeResults()
         self._of_overflow: set[int] = set()
         """Storages that say whether values are infinite or not a number. They are assumed to be 0 or false."""
@@ -129,9 +132,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 self.routing.follow(func, inputs, (), args, kwargs, out)
             return out
         if facts.role == "allocation":
-            out = self._results.run(func, args, kwargs)
-            self.memory.number(out)
-            return out
+            return self._allocated(operation)
         if facts.role == "kernel":
             if decides_shape(func):
                 return self._decided(operation)
@@ -143,6 +144,22 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.role == "collective":
             return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
         return self._read(facts, args)
+
+    def _allocated(self, operation: _Operation) -> Any:
+        """Makes an empty tensor, on the host if it is like tensors of the host."""
+        func, facts, inputs, args, kwargs = operation
+        where: Where = None
+        if inputs and self._placement is not None and self.memory.on_host:
+            with without_functions():
+                before = [each for each in map(self.memory.known, inputs) if each is not None]
+                where = self._placement.of_results(facts.name, inputs, before)
+        out = self._results.run(func, args, kwargs)
+        if where is None or where == GPU:
+            self.memory.number(out)
+        else:
+            with self.memory.on_the_host(where):
+                self.memory.number(out)
+        return out
 
     def _unknown(self, name: str) -> UnsupportedOp:
         return UnsupportedOp(
@@ -156,7 +173,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.name == "_local_scalar_dense" and (value := known_value(args[0])) is not None:
             with real_tensors():
                 return value.item()
-        log.entries.append(HostWait(log.stream, -1, log.place()))
+        if self.memory.known(args[0]) not in self.memory.on_host:
+            log.entries.append(HostWait(log.stream, -1, log.place()))
         if facts.name != "_local_scalar_dense":
             log.assume(f"two tensors are {'close' if facts.name == 'allclose' else 'equal'}")
             return True
@@ -204,13 +222,23 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         with without_functions():
             before = [number(each) for each in inputs]
             placement = self._placement if before else None
-            where = None if placement is None else placement.of_results(facts.name, inputs, before)
+            move = None if placement is None or facts.name != "clone" else placement.copies.move
+            if move is not None:
+                where: Where = GPU if move.place is None else move.place
+            elif placement is not None:
+                where = placement.of_results(facts.name, inputs, before)
+            else:
+                where = self.memory.making
         try:
             out = self._results.run(func, args, kwargs)
         except NO_FAKE_RESULT:
             raise self._unknown(facts.name) from None
         with without_functions():
-            self._enter(operation, before, out, where)
+            if where is None or where == GPU:
+                self._enter(operation, before, out, where, move)
+            else:
+                with self.memory.on_the_host(where):
+                    self._enter(operation, before, out, where, move)
             if placement is not None:
                 placement.resulted(tensors_in((out,)), before, where)
                 if where == GPU and facts.writes and not placement.takes_both(facts.name):
@@ -219,10 +247,17 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             self.routing.follow(func, inputs, operation.written(), args, kwargs, out)
         return out
 
-    def _enter(self, operation: _Operation, before: Sequence[int], out: Any, where: Where = None) -> None:
-        """Writes a kernel into the log, unless it is known to run on the host.
+    def _enter(
+        self, operation: _Operation, before: Sequence[int], out: Any, where: Where = None, move: Move | None = None
+    ) -> None:
+        """Writes an operator into the log: a kernel, a copy, or a computation of the host.
 
-        `before` has the storages of its inputs, and `where` the device of its results.
+        Args:
+            operation: the operator.
+            before: storages of its inputs.
+            out: its results.
+            where: their device.
+            move: move of its input between the host and the GPU, for which it is a clone.
         """
         _, facts, inputs, args, kwargs = operation
         log, number = self.log, self.memory.number
@@ -237,7 +272,10 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             self.memory.resized(each.untyped_storage())
         if not inputs and not outputs:
             return
-        if where is not None and where != GPU:
+        if move is not None:
+            self._copies.write(move, inputs[0], out)
+            return
+        if facts.name in COPIES and self.memory.on_host and self._copies.write_copies(args, kwargs):
             return
         changed = [number(each) for each in written]
         made = [(key, each) for key, each in zip(after, outputs, strict=True) if key not in changed]
@@ -252,6 +290,12 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             # Not strict: `inputs` may have lost the last one above.
             known = [each for each in zip(before, inputs, strict=False) if each[0] not in overwritten]
             reads = tuple(_by_storage(known).items())
+        if where is not None and where != GPU:
+            # One tensor of a list after another.
+            launches = len(args[0]) if facts.is_foreach and args and isinstance(args[0], list | tuple) else 1
+            num_bytes = sum(size for _, size in reads) + sum(writes.values())
+            self._copies.computed(facts.name, inputs, num_bytes, launches)
+            return
         flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())
         phase, place, module = log.where(inputs)
         dtype = next((each.dtype for each in inputs if each.is_floating_point()), None)

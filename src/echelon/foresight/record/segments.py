@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from echelon.foresight.trace import Allocate, Collective, Entry, Free, Kernel, Message, Wait
+from echelon.foresight.trace import Allocate, Collective, Copy, Entry, Free, HostKernel, Kernel, Message, Wait
 
 
 class Counters(NamedTuple):
@@ -79,6 +79,8 @@ def moved(segment: Segment, places: Iterable[Place], storages: Mapping[int, int]
             yield entry._replace(number=shift.number(entry.number), batch=shift.batch(entry.batch))
         elif isinstance(entry, Wait):
             yield entry._replace(number=shift.number(entry.number))
+        elif isinstance(entry, Copy | HostKernel):
+            yield entry
         else:  # of an event
             yield entry._replace(event=shift.event(entry.event))
 
