@@ -1,14 +1,11 @@
 """Tensors that a program leaves on the CPU are found, and take neither time nor memory of the GPU."""
 
-import re
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -188,41 +185,3 @@ def keeps(on_gpu):
 def test_a_tensor_on_the_host_takes_no_memory_of_the_gpu():
     on_host, on_gpu = (foresee(keeps, 1, (each,)).live_memory[0] for each in (False, True))
     assert 1 << 30 <= on_gpu - on_host < (1 << 30) + 4096
-
-
-def offloads(how):
-    device = programs.begin()
-    with torch.device("meta" if how == "FSDP2 on meta" else "cpu"):
-        layer = nn.Linear(1024, 1024)
-    if how.startswith("FSDP2"):
-        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-        model = fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
-        if how.endswith("meta"):
-            model.to_empty(device="cpu")
-    elif how == "FSDP1":
-        model = FullyShardedDataParallel(layer, device_id=device, cpu_offload=CPUOffload(offload_params=True))
-    else:
-        model = layer.to(device)
-    optimizer = torch.optim.SGD(model.parameters())
-    for _ in range(2):
-        with torch.autograd.graph.save_on_cpu() if how == "save_on_cpu" else nullcontext():
-            out = model(torch.ones(1024, 1024, device=device))
-        if how == "cpu":
-            out.detach().cpu()
-        if how == "to":
-            out.detach().to("cpu")
-        if how == "a number":
-            out[0, 0].cpu()
-        out.sum().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("how", ["FSDP1", "FSDP2", "FSDP2 on meta", "save_on_cpu", "cpu", "to"])
-def test_what_is_offloaded_to_the_cpu_is_listed(how):
-    (note,) = foresee(offloads, 2, (how,)).assumptions
-    assert re.fullmatch(rf"copies to the CPU take no time, and .* counts as memory of the GPU, at .*{HERE}", note)
-
-
-@pytest.mark.parametrize("how", ["", "a number"])
-def test_a_step_without_large_copies_to_the_cpu_has_no_such_note(how):
-    assert foresee(offloads, 2, (how,)).assumptions == ()

@@ -11,8 +11,10 @@ from echelon.foresight.record.processes import packed, unpacked
 from echelon.foresight.trace import (
     Allocate,
     Collective,
+    Copy,
     Free,
     Group,
+    HostKernel,
     HostWait,
     Kernel,
     Message,
@@ -35,6 +37,8 @@ def test_bytes_of_a_trace():
         WaitEvent(0, 4),
         HostWait(-1, -1, 0),
         Free(1),
+        Copy(0, True, 64, "other", 0, 0),
+        HostKernel("add", 64, 1, "optimizer", 0, 0),
     )
     whole = Trace(
         3,

@@ -7,8 +7,10 @@ from echelon.foresight.play.device import Device
 from echelon.foresight.trace import (
     Allocate,
     Collective,
+    Copy,
     Free,
     Group,
+    HostKernel,
     HostWait,
     Kernel,
     Message,
@@ -33,8 +35,13 @@ PLAIN = Device(
     kernel_seconds=0.0,
     launch_seconds=0.0,
     communication_sms=0,
+    host_link=20.0,
+    host_link_share=0.5,
+    host_memory_bandwidth=80.0,
+    host_memory_share=0.5,
 )
-"""A device of round numbers: 100 bytes take a second, and calls take none."""
+"""A device of round numbers: 100 bytes take a second, and calls take none. So do 10 bytes of a copy from or to the
+host, and 5 of an operator there, since 8 ranks share its memory."""
 
 LINKS = Cluster(hosts=(2, 2), bandwidth=1.0, latency=1.0, local_bandwidth=10.0, local_latency=0.0)
 """Two hosts of two ranks. Between them a second of latency, then a byte per second; 10 inside a host."""
@@ -99,8 +106,16 @@ class Step:
         self.entries.append(HostWait(stream, event, self._place()))
         return self
 
-    def allocate(self, storage, num_bytes, kind="activations", stream=0):
-        self.entries.append(Allocate(storage, num_bytes, kind, -1, -1, stream))
+    def copy(self, num_bytes, to_gpu=True, stream=0):
+        self.entries.append(Copy(stream, to_gpu, num_bytes, "forward", self._place(), -1))
+        return self
+
+    def on_host(self, num_bytes, launches=1):
+        self.entries.append(HostKernel("add", num_bytes, launches, "optimizer", self._place(), -1))
+        return self
+
+    def allocate(self, storage, num_bytes, kind="activations", stream=0, on_host=False):
+        self.entries.append(Allocate(storage, num_bytes, kind, -1, -1, stream, on_host))
         return self
 
     def free(self, storage):

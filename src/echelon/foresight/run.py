@@ -51,7 +51,7 @@ _LISTED = 8
 _LEAST_EXPOSED = 0.02
 """Least exposed share of a step with forecasts. Below it a change would be smaller than the error of the forecast."""
 _LARGE = 1 << 20
-"""Bytes from which on a copy, or an operator of the host, is worth an assumption: as many as a kernel moves in 1 us."""
+"""Bytes in a step from which on copies, or operators of the host, are worth an assumption: they take 20 us."""
 _NO_CHANGE = 5e-4
 """Share of the step below which a change does not count."""
 
@@ -172,14 +172,21 @@ class Foreseen:
     def _of_host(self) -> Iterator[str]:
         """Yields the assumptions about copies between the host and its GPU, and about operators on the host."""
         device = self.device
-        entries = [each for trace in self.traces.values() for each in trace.entries]
-        if any(type(each) is Copy and each.num_bytes >= _LARGE for each in entries):
+        kinds: tuple[type[Copy | HostKernel], ...] = Copy, HostKernel
+        copied, computed = (
+            max(
+                sum(entry.num_bytes for entry in trace.entries if isinstance(entry, kind))
+                for trace in self.traces.values()
+            )
+            for kind in kinds
+        )
+        if copied >= _LARGE:
             speed = device.host_link * device.host_link_share / 1e9
             yield (
                 f"copies between the CPU and a GPU move {speed:.0f} GB/s in each direction, also those of memory that "
                 "is not pinned, and no other GPU slows them down"
             )
-        if any(type(each) is HostKernel and each.num_bytes >= _LARGE for each in entries):
+        if computed >= _LARGE:
             yield (
                 f"operators on tensors of the CPU move {device.host_bandwidth / 1e9:.0f} GB/s on each rank, its share "
                 "of the CPU's memory: with a single thread, as torchrun starts ranks, they take several times as long"

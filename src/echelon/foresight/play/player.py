@@ -284,12 +284,12 @@ class _Player:
                 begin, role.host = role.host, role.host + operation.seconds
                 role.computed.append((begin, role.host))
             else:
+                if type(operation) is Transfer:
+                    role.host += self._device.launch_seconds
                 line = role.streams[operation.stream]
                 self._issue(role, line, (operation, role.host, role.at))  # type: ignore[arg-type]
                 if type(operation) is Run:
                     role.host += operation.host
-                elif type(operation) is Transfer:
-                    role.host += self._device.launch_seconds
             role.at += 1
 
     def _host_waits_for(self, role: _Role, wait: HostAwait) -> bool:
