@@ -397,7 +397,7 @@ class Played:
 
 
 def _merged(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Returns intervals by start. Those that touch are one."""
+    """Returns intervals by start, with neighbours that touch joined."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
