@@ -141,7 +141,7 @@ def test_the_optimizer_of_offloaded_parameters_runs_on_the_host(plain, offloaded
 
 def test_the_report_says_what_is_assumed_and_the_memory_of_the_host(offloaded):
     copying, computing = offloaded.assumptions
-    assert copying.startswith("copies between the CPU and a GPU move 56 GB/s in each direction")
+    assert copying.startswith("copies between the CPU and a GPU move 55 GB/s in each direction")
     assert computing.startswith("operators on tensors of the CPU move 61 GB/s on each rank")
     text = str(offloaded)
     assert re.search(r"tensors on the CPU, of all ranks of a host +80\.00\n", text)

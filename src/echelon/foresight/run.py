@@ -184,7 +184,7 @@ class Foreseen:
             speed = device.host_link * device.host_link_share / 1e9
             yield (
                 f"copies between the CPU and a GPU move {speed:.0f} GB/s in each direction, also those of memory that "
-                "is not pinned, and no other GPU slows them down"
+                "is not pinned, and neither other GPUs nor the other direction slow them down"
             )
         if computed >= _LARGE:
             yield (

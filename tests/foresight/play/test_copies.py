@@ -88,8 +88,8 @@ def test_ranks_may_differ_in_memory_of_the_host_but_not_in_copies():
 
 @pytest.mark.parametrize(
     ("name", "link", "host"),
-    # A GiB by nvbandwidth's figures; bytes of an eighth of the memory of two sockets, of which 80 % are reached.
-    [("a100", 24.8e9, 409.6e9 * 0.8 / 8), ("h100", 55.63e9, 614.4e9 * 0.8 / 8), ("h200", 55.63e9, 614.4e9 * 0.8 / 8)],
+    # As measured by nvbandwidth, and an eighth of the memory of two sockets, of which 80 % are reached.
+    [("a100", 24.8e9, 409.6e9 * 0.8 / 8), ("h100", 55.4e9, 614.4e9 * 0.8 / 8), ("h200", 55.4e9, 614.4e9 * 0.8 / 8)],
 )
 def test_times_of_the_table_of_devices(name, link, host):
     device = DEVICES[name]

@@ -85,7 +85,7 @@ class Device:
         host_link: Bytes per second of the link between the host and one GPU, in each direction.
         host_link_share: Share of it that copies of pinned memory reach.
         host_memory_bandwidth: Bytes per second of the memory of a host, all its sockets together.
-        host_memory_share: Share of it that operators on tensors of the host reach.
+        host_memory_share: Share of it that operators on tensors of the host reach. It is assumed.
         generation: Row of NCCL's tuning tables: "ampere", "hopper", or "" for devices without NCCL.
         is_synchronous: Whether the host computes the kernels itself, as on a CPU.
         curves: Measured times of a calibrated device, which replace the constants above for kernels. By the name of an

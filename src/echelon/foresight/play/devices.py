@@ -72,7 +72,8 @@ _H100 = Device(
     generation="hopper",
     spread=_SPREAD,
     host_link=63.0e9,  # PCIe 5.0 with 16 lanes: 32 GT/s each
-    host_link_share=0.883,  # 55.6 GB/s by nvbandwidth, in NVIDIA's article on it (2025)
+    # 55.4 GB/s to the GPU and 55.2 back by nvbandwidth 0.10 on 8 H100 80GB HBM3, a log on GitHub (July 2026)
+    host_link_share=0.879,
     host_memory_bandwidth=614.4e9,  # DGX H100 and H200: 2 Xeon 8480C, each with 8 channels of DDR5-4800
 )
 
