@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, default_device_of, known_value, real_tensors, set_known_value
+from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.placement import FACTORIES, MOVES, is_gpu
 from echelon.foresight.trace import HostWait
@@ -32,6 +33,10 @@ def mapped(value: Any) -> Any:
     """
     if not is_gpu(value):
         return value
+    if (recording := recording_here()) is not None and (placement := recording.placement) is not None:
+        recording.log.names_gpu = True
+        if placement.is_read(value):
+            return torch.device("cpu")
     check_gpu(torch.device(value).index)
     return "cpu" if isinstance(value, str) else torch.device("cpu")
 
@@ -45,7 +50,7 @@ def check_gpu(index: int | None) -> None:
             f"cuda:{index} is no GPU: each host has {counted(recording.log.num_gpus, 'GPU')}, from cuda:0 on; a rank's "
             "own is cuda:LOCAL_RANK"
         )
-    recording.log.has_chosen_gpu = True
+    recording.log.names_gpu, recording.log.chosen_gpu = True, index
 
 
 class OnHost(TorchFunctionMode):
@@ -66,8 +71,10 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # half of all calls
+            return _attribute(func, args[0]) if func.__self__ in _OF_DEVICE else func(*args)
+        kwargs = kwargs or {}
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": torch.device(_CUDA, kwargs["device"])}
         elif kwargs.get("device") is None and (default := default_device_of(func)) is not None:
@@ -100,25 +107,63 @@ class OnDevice(TorchFunctionMode):
         return out
 
 
+def device_said(tensor: Any, depth: int) -> torch.device | None:
+    """Returns the device that a tensor says, if the program asks. None: the one that torch says.
+
+    Args:
+        tensor: the tensor.
+        depth: number of frames between this call and the one that asks.
+    """
+    if (recording := recording_here()) is None or (placement := recording.placement) is None:
+        return None
+    return placement.device_of(tensor) if asked_by_program(depth + 1) else None
+
+
+def _attribute(func: Any, tensor: Any) -> Any:
+    """Returns an attribute of a tensor that depends on its device."""
+    # Frames between: this function and the mode.
+    device = device_said(tensor, 3)
+    return func(tensor) if device is None else _OF_DEVICE[func.__self__](device)
+
+
+_OF_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device: lambda device: device,
+    Tensor.is_cuda: lambda _: True,
+    Tensor.is_cpu: lambda _: False,
+}
+"""Attributes of a tensor that depend on its device, with the value for a GPU."""
+
+
+def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the number of a tensor's GPU, and -1 on the CPU."""
+    device = device_said(args[0], 3)
+    return int(func(*args, **kwargs)) if device is None else device.index
+
+
 def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """Notes the device of a tensor that a function of torch has made or moved. Returns the tensor."""
     recording = recording_here()
     if recording is None or (placement := recording.placement) is None:
         return out
     device = kwargs.get("device")
-    if name in MOVES:
-        goals = [each for each in (*args[1:], device) if isinstance(each, str | torch.device | Tensor)]
+    if name in MOVES and isinstance(args[0], Tensor):
+        goals = [
+            placement.device_of(each) if isinstance(each, Tensor) else each
+            for each in (*args[1:], device)
+            if isinstance(each, str | torch.device | Tensor)
+        ]
         if name == "cpu" or "cpu" in [each for each in goals if isinstance(each, str)]:
             # Frames between: this function and the mode.
             placement.offloaded(args[0], is_plain=name == "cpu", depth=3)
         if goals or name == "cpu":  # not if the dtype alone changes
-            return placement.moved(args[0], out, to_gpu=any(map(is_gpu, goals)))
+            to_gpu = any(is_gpu(each) and not placement.is_unsure(each) for each in goals)
+            return placement.moved(args[0], out, to_gpu)
     elif device is None:
         # A tensor among the arguments decides the device, as `out=` does.
         if name in FACTORIES and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
             # Frames between: this function and the mode. Functions of torch in C have none.
             placement.made(out, on_gpu=False, depth=3)
-    elif is_gpu(device):
+    elif is_gpu(device) and not placement.is_unsure(device):
         placement.made(out, on_gpu=True)
     return out
 
@@ -158,6 +203,8 @@ def _typed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     goal = others[0] if others else kwargs.get("dtype")
     if isinstance(goal, str) and goal.startswith("torch.cuda."):
         goal = getattr(torch.cuda, goal.removeprefix("torch.cuda."))
+    if goal is None and device_said(tensor, 3) is not None:
+        return str(func(tensor)).replace("torch.", "torch.cuda.")
     if goal is None or isinstance(goal, str | type | torch.dtype):
         return func(*args, **kwargs)
     return _placed("to", (tensor, torch.device(_CUDA)), {}, tensor.to("cpu", goal.dtype))
@@ -361,6 +408,7 @@ _SPECIAL: dict[str, _Special] = {
     "cuda": _moved_to_gpu,
     "histc": _histogram,
     "type": _typed,
+    "get_device": _index,
     "pin_memory": lambda _, args, __: args[0],
     "is_pinned": lambda *_: True,
     # As libraries have it that were imported before. `device_names` replaces it, too.

@@ -77,8 +77,11 @@ class Memory:
 
     # Storages of the host, see `placement`
 
-    def leave_gpu(self, number: int, place: int) -> None:
-        """Notes that a new storage, made by a line, is on the host: it takes no memory of the GPU."""
+    def leave_gpu(self, tensor: torch.Tensor, place: int) -> None:
+        """Notes that a new tensor, made by a line, is on the host: it takes no memory of the GPU."""
+        if (number := self.known(tensor)) is None:
+            number = self._log.new_storage()
+            self.adopt(tensor, number)
         self.on_host[number] = place
         self._free(number)
 

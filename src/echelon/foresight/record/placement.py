@@ -28,7 +28,6 @@ FACTORIES = frozenset(
         "arange",
         "empty",
         "eye",
-        "from_numpy",
         "full",
         "linspace",
         "normal",
@@ -44,7 +43,10 @@ FACTORIES = frozenset(
 """Functions of torch that make a tensor on the host unless they are given a device."""
 MOVES = frozenset({"as_tensor", "cpu", "to"})
 """Functions that may move a tensor."""
-_TAKES_BOTH = frozenset({"copy_", "_to_copy", "lift_fresh", "set_", "_local_scalar_dense", "_foreach_copy_"})
+_TAKES_BOTH = frozenset(
+    {"copy_", "_to_copy", "lift_fresh", "set_", "_local_scalar_dense", "_foreach_copy_", "_ctc_loss"}
+    | {"_pack_padded_sequence", "tensor_split"}
+)
 """Operators that take tensors of several devices. Indexing does so, too."""
 OFFLOADED = "copies to the CPU take no time, and what is moved there counts as memory of the GPU,"
 """Note of a program that moves tensors off its GPU."""
@@ -52,6 +54,8 @@ GPU = -1
 """Device of a result on the GPU."""
 _LARGE = 1 << 20
 """Bytes from which on a copy to the CPU is worth a note: it takes 40 us, as many kernels do."""
+_WITH_VALUES = frozenset({Tensor, nn.Parameter})
+"""Types of tensors that are not fake, and wrap none."""
 Where: TypeAlias = int | None
 """Device of a result: `GPU`, the line that made it on the host, or None if it is unknown."""
 _DISTRIBUTED = os.path.join(os.sep, "torch", "distributed", "")
@@ -67,20 +71,20 @@ class Placement:
     def __init__(self, log: Log, memory: Memory) -> None:
         self._log = log
         self._memory = memory
+        self._gpu, self._unsure = _gpus(0)
 
     def made(self, tensor: object, on_gpu: bool, depth: int = 1) -> None:
         """Notes a tensor that a function of torch has made, on the GPU or without a device.
 
         `depth` is the number of frames between this call and the line that called the function.
         """
-        if (number := self._number(tensor)) is None:
-            return
         if on_gpu:
             self._enter(tensor)  # as `zeros_like` of a tensor of the host
-            self._memory.on_gpu.add(number)
+            self._begin(tensor)
         # A library may move its tensor later, where nothing shows it.
-        elif not is_foreign(sys._getframe(depth).f_code.co_filename):
-            self._memory.leave_gpu(number, self._log.place())
+        elif isinstance(tensor, FakeTensor) and not is_foreign(sys._getframe(depth).f_code.co_filename):
+            with without_functions():
+                self._memory.leave_gpu(tensor, self._log.place())
 
     def moved(self, tensor: object, out: Any, to_gpu: bool) -> Any:
         """Returns the result of a move. It has memory of its own if the tensor is known to stay on the host.
@@ -97,12 +101,41 @@ class Placement:
                 out = out.clone()
             self._enter(out)
             self._memory.on_gpu.add(self._memory.number(local_part(out)))
-        elif to_gpu and number is not None and isinstance(tensor, nn.Parameter):
-            self._memory.on_gpu.add(number)
+        elif to_gpu:
+            self._begin(tensor)
         elif not to_gpu:
             self._lose(tensor)
             self._lose(out)
         return out
+
+    def device_of(self, tensor: object) -> torch.device | None:
+        """Returns the device on which a program finds a tensor. None: the one that torch says.
+
+        A tensor whose device is unknown is on a GPU once the program has named one; see `is_unsure`.
+        """
+        number = self._number_inside(tensor)
+        if number in self._memory.on_host or type(tensor) in _WITH_VALUES:
+            return None
+        if not (is_known := number in self._memory.on_gpu) and not self._log.names_gpu:
+            return None
+        gpu = self.gpu
+        return gpu if is_known else self._unsure
+
+    @property
+    def gpu(self) -> torch.device:
+        """The rank's GPU."""
+        index = self._log.device if self._log.chosen_gpu is None else self._log.chosen_gpu
+        if index != self._gpu.index:
+            self._gpu, self._unsure = _gpus(index)
+        return self._gpu
+
+    def is_unsure(self, device: object) -> bool:
+        """Whether this is the device of a tensor whose device is unknown, as the program has read it."""
+        return device is self._unsure
+
+    def is_read(self, device: object) -> bool:
+        """Whether the program has read this device from a tensor, so that it has not chosen its number."""
+        return device is self._gpu or device is self._unsure
 
     def offloaded(self, tensor: Any, is_plain: bool, depth: int) -> None:
         """Notes that a tensor is moved to the CPU, which is not played.
@@ -122,6 +155,12 @@ class Placement:
             num_bytes = local.numel() * local.element_size()
         if num_bytes >= _LARGE:
             self._log.assume(OFFLOADED)
+
+    def _begin(self, tensor: object) -> None:
+        """Notes that a tensor is on the GPU, where it takes memory."""
+        if isinstance(tensor, Tensor) and isinstance(local := local_part(tensor), FakeTensor):
+            with without_functions():
+                self._memory.on_gpu.add(self._memory.number(local))
 
     def _lose(self, tensor: object) -> None:
         """Notes that the device of a tensor is unknown."""
@@ -181,7 +220,7 @@ class Placement:
             if where == GPU:
                 self._memory.on_gpu.add(number)
             else:
-                self._memory.leave_gpu(number, where)
+                self._memory.leave_gpu(each, where)
 
     @staticmethod
     def takes_both(name: str) -> bool:
@@ -218,6 +257,11 @@ class Placement:
             return None
         with without_functions():
             return self._memory.known(tensor)
+
+
+def _gpus(index: int) -> tuple[torch.device, torch.device]:
+    """Returns two equal devices, of which each has an identity of its own."""
+    return torch.device("cuda", index), torch.device("cuda", index)
 
 
 def is_gpu(value: Any) -> bool:
