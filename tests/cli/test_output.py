@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from echelon.cli import main
-from echelon.cli.output import AboveProgress, print_table, working
+from echelon.cli.output import AboveProgress, OncePerText, print_table, working
 from tests.helpers.commands import printed
 
 ROWS = [("name", "time", "text"), ("a", "1.5", "some words that are too long for a narrow terminal"), ("b", "2", "")]
@@ -112,3 +112,17 @@ def test_run_says_what_it_starts(capfd, tmp_path):
     assert line.endswith(" each, backend auto")
     assert main(["run", "-q", "-n", "2", str(script), "fail"]) == 3
     assert capfd.readouterr().err == "echelon: rank 1 exited with status 3\n"
+
+
+def test_lines_that_another_rank_has_written_are_left_out():
+    target = io.BytesIO()
+    stream = OncePerText(target)
+    for line in (
+        b"[0] deprecated\n",
+        b"[0] deprecated\n",
+        b"\x1b[32m[1] \x1b[0mdeprecated\n",
+        b"[1] mine\n",
+        b"unmarked\n",
+    ):
+        assert stream.write(line) == len(line)
+    assert target.getvalue() == b"[0] deprecated\n[0] deprecated\n[1] mine\nunmarked\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,33 @@ class Counted(io.BufferedIOBase):
 
     def fileno(self) -> int:  # noqa: D102
         return self._target.fileno()
+
+
+class OncePerText(io.BufferedIOBase):
+    """Stream of marked lines, without those that another rank has written already, such as a warning of torch."""
+
+    def __init__(self, target: BinaryIO) -> None:
+        self._target = target
+        self._mark_of: dict[bytes, bytes] = {}
+
+    def write(self, data: Any, /) -> int:
+        """Writes the lines that are new, or are of the rank that wrote them first."""
+        for line in bytes(data).splitlines(keepends=True):
+            found = _MARK.match(line)
+            mark, text = (found[0], line[found.end() :]) if found else (b"", line)
+            if self._mark_of.setdefault(text, mark) == mark:
+                self._target.write(line)
+        return len(data)
+
+    def flush(self) -> None:
+        """Writes buffered data."""
+        self._target.flush()
+
+    def fileno(self) -> int:  # noqa: D102
+        return self._target.fileno()
+
+
+_MARK = re.compile(rb"(\x1b\[\d+m)?\[\d+\] (\x1b\[0m)?")
 
 
 class AboveProgress(io.BufferedIOBase):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from types import FrameType
 
+import torch
+
 from echelon.call_site import is_foreign, is_own
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _OF_GROUPS = tuple(
     os.path.join(os.sep, "echelon", each)
     for each in ("backends", "collectives", "foresight", "functional.py", "group", "interop", "_torch_private")
@@ -38,6 +42,24 @@ def calling_file(between: tuple[str, ...] = BETWEEN) -> str:
     while frame is not None and (is_own(path := frame.f_code.co_filename) or path.endswith(between)):
         frame = frame.f_back
     return "" if frame is None else path
+
+
+def asked_by_program(depth: int) -> bool:
+    """Whether code outside of torch and of this package asks, such as the program or an installed library.
+
+    Args:
+        depth: number of frames between this call and the one that asks.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and (path := frame.f_code.co_filename).endswith(BETWEEN):
+        frame = frame.f_back
+    return frame is not None and not is_of_torch(path)
+
+
+@functools.cache
+def is_of_torch(path: str) -> bool:
+    """Whether a source file belongs to torch or to this package."""
+    return path.startswith(_TORCH) or is_own(path)
 
 
 def called_by_program() -> str:

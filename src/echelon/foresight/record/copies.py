@@ -74,7 +74,8 @@ class Copies:
             return tensor
         place = self._log.place()
         # torch pins no tensor of a GPU. So this one is on the host, also if a library has made it.
-        self._memory.leave_gpu(number, place)
+        with without_functions():
+            self._memory.leave_gpu(local, place)
         self._memory.fix(number)
         return self._moved(tensor, Move(place, True, True, False))
 
@@ -83,11 +84,10 @@ class Copies:
         if not isinstance(tensor, FakeTensor):
             return
         place = self._log.place()
-        with without_functions(), self._memory.on_the_host(place):
-            number = self._memory.number(tensor)
-        if number not in self._memory.on_gpu:
-            self._memory.leave_gpu(number, place)
-            self._memory.fix(number, is_pinned=True)
+        with without_functions():
+            if self._memory.known(tensor) not in self._memory.on_gpu:
+                self._memory.leave_gpu(tensor, place)
+                self._memory.fix(self._memory.known(tensor), is_pinned=True)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor is in pinned memory."""

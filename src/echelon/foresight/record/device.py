@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, default_device_of, known_value, real_tensors, set_known_value
+from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.here import recording_here
-from echelon.foresight.record.placement import FACTORIES, HOST, MOVES, is_gpu
+from echelon.foresight.record.placement import FACTORIES, HOST, MOVES, is_gpu, is_host
 from echelon.foresight.trace import HostWait
 from echelon.wording import counted
 
@@ -33,6 +34,10 @@ def mapped(value: Any) -> Any:
     """
     if not is_gpu(value):
         return value
+    if (recording := recording_here()) is not None and (placement := recording.placement) is not None:
+        recording.log.names_gpu = True
+        if placement.is_read(value):
+            return torch.device("cpu")
     check_gpu(torch.device(value).index)
     return "cpu" if isinstance(value, str) else torch.device("cpu")
 
@@ -46,7 +51,7 @@ def check_gpu(index: int | None) -> None:
             f"cuda:{index} is no GPU: each host has {counted(recording.log.num_gpus, 'GPU')}, from cuda:0 on; a rank's "
             "own is cuda:LOCAL_RANK"
         )
-    recording.log.has_chosen_gpu = True
+    recording.log.names_gpu, recording.log.chosen_gpu = True, index
 
 
 class OnHost(TorchFunctionMode):
@@ -67,8 +72,10 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # half of all calls
+            return _attribute(func, args[0]) if func.__self__ in _OF_DEVICE else func(*args)
+        kwargs = kwargs or {}
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": torch.device(_CUDA, kwargs["device"])}
         elif kwargs.get("device") is None and (default := default_device_of(func)) is not None:
@@ -115,26 +122,63 @@ def _making(given: tuple[tuple[Any, ...], dict[str, Any]]) -> AbstractContextMan
     return recording.placement.making(depth=3)
 
 
+def device_said(tensor: Any, depth: int) -> torch.device | None:
+    """Returns the device that a tensor says, if the program asks. None: the one that torch says.
+
+    Args:
+        tensor: the tensor.
+        depth: number of frames between this call and the one that asks.
+    """
+    if (recording := recording_here()) is None or (placement := recording.placement) is None:
+        return None
+    return placement.device_of(tensor) if asked_by_program(depth + 1) else None
+
+
+def _attribute(func: Any, tensor: Any) -> Any:
+    """Returns an attribute of a tensor that depends on its device."""
+    # Frames between: this function and the mode.
+    device = device_said(tensor, 3)
+    return func(tensor) if device is None else _OF_DEVICE[func.__self__](device)
+
+
+_OF_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device: lambda device: device,
+    Tensor.is_cuda: lambda _: True,
+    Tensor.is_cpu: lambda _: False,
+}
+"""Attributes of a tensor that depend on its device, with the value for a GPU."""
+
+
+def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the number of a tensor's GPU, and -1 on the CPU."""
+    device = device_said(args[0], 3)
+    return int(func(*args, **kwargs)) if device is None else device.index
+
+
 def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """Notes the device of a tensor that a function of torch has made or moved. Returns the tensor."""
     recording = recording_here()
     if recording is None or (placement := recording.placement) is None:
         return out
     device = kwargs.get("device")
-    if name in MOVES:
-        goals = [each for each in (*args[1:], device) if isinstance(each, str | torch.device | Tensor)]
+    if name in MOVES and isinstance(args[0], Tensor):
+        goals: list[Any] = [
+            placement.device_of(each) if isinstance(each, Tensor) else each
+            for each in (*args[1:], device)
+            if isinstance(each, str | torch.device | Tensor)
+        ]
         goals += [HOST] * (name == "cpu")
         if goals:  # not if the dtype alone changes
             # Frames between: this function and the mode.
             return placement.moved(args[0], out, goals, _non_blocking(args, kwargs), depth=3)
-    elif (is_pinned := bool(kwargs.get("pin_memory", False))) or device == "cpu":
+    elif (is_pinned := bool(kwargs.get("pin_memory", False))) or is_host(device):
         placement.made_on_host(out, is_pinned, depth=3)
     elif device is None:
         # A tensor among the arguments decides the device, as `out=` does.
         if name in FACTORIES and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
             # Frames between: this function and the mode. Functions of torch in C have none.
             placement.made(out, on_gpu=False, depth=3)
-    elif is_gpu(device):
+    elif is_gpu(device) and not placement.is_unsure(device):
         placement.made(out, on_gpu=True)
     else:
         placement.lose(out)
@@ -193,6 +237,8 @@ def _typed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     goal = others[0] if others else kwargs.get("dtype")
     if isinstance(goal, str) and goal.startswith("torch.cuda."):
         goal = getattr(torch.cuda, goal.removeprefix("torch.cuda."))
+    if goal is None and device_said(tensor, 3) is not None:
+        return str(func(tensor)).replace("torch.", "torch.cuda.")
     if goal is None or isinstance(goal, str | type | torch.dtype):
         return func(*args, **kwargs)
     return _placed("to", (tensor, torch.device(_CUDA)), {}, tensor.to("cpu", goal.dtype))
@@ -396,6 +442,7 @@ _SPECIAL: dict[str, _Special] = {
     "cuda": _moved_to_gpu,
     "histc": _histogram,
     "type": _typed,
+    "get_device": _index,
     "pin_memory": _pinned,
     "is_pinned": _is_pinned,
     # As libraries have it that were imported before. `device_names` replaces it, too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from echelon._torch_private.modules import (
 )
 from echelon._torch_private.tensors import (
     FakeTensor,
+    default_device_of,
     is_in_function_mode,
     move_fake,
     real_tensors,
@@ -37,9 +39,11 @@ from echelon._torch_private.tensors import (
 )
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
+from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.copies import Copies
-from echelon.foresight.record.device import OnDevice, OnHost, attention, check_gpu, mapped
+from echelon.foresight.record.device import OnDevice, OnHost, attention, check_gpu, device_said, mapped
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
+from echelon.foresight.record.placement import is_gpu
 
 
 class Gpu(NamedTuple):
@@ -94,6 +98,13 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             wrap(torch.autograd.profiler.emit_nvtx, "__exit__", _nothing)
             replace(torch.cuda, "CUDAGraph", _NoGraph)
             replace(dist, "is_nccl_available", _returning(True))
+            replace(FakeTensor, "device", _said(FakeTensor.device))
+            replace(DeviceMesh, "device_type", _type_said(DeviceMesh.device_type))
+            for name in ("is_autocast_enabled", "get_autocast_dtype"):
+                wrap(torch, name, _of_autocast)
+            wrap(torch, "get_default_device", _default_device)
+            for name in ("from_numpy", "frombuffer"):  # no function mode sees them
+                wrap(torch, name, _on_host)
             wrap(torch.autocast, "__init__", _on_cpu)
             wrap(DistributedDataParallel, "__init__", _without_devices)
             # Not by `OnDevice`, which torch leaves while it runs a function that calls it, as of nn.MultiheadAttention.
@@ -239,8 +250,17 @@ class _AnyGenerator(type(_GENERATOR)):  # type: ignore[misc]
 class _Generator(_GENERATOR, metaclass=_AnyGenerator):
     """Replacement of `torch.Generator`: for a GPU it is a generator of the CPU, as tensors have no values."""
 
+    _device: torch.device
+
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        return super().__new__(cls, mapped(device))  # type: ignore[call-arg]
+        generator: _Generator = super().__new__(cls, mapped(device))  # type: ignore[call-arg]
+        generator._device = torch.device(device)
+        return generator
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device that the program has asked for, which libraries compare with that of tensors."""
+        return self._device if asked_by_program(2) else torch.device("cpu")
 
 
 def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
@@ -398,10 +418,57 @@ def _name_groups(
     recording: Recording, original: Callable[..., None], mesh: DeviceMesh, *args: Any, **kwargs: Any
 ) -> None:
     """Makes a mesh. For a dimension of all ranks torch uses the default group, which has no name."""
+    if is_gpu(kwargs.get("device_type", args[0] if args else None)):
+        recording.log.mesh_type = "cuda"
+        if not recording.log.names_gpu:  # torch chooses the rank's own
+            _set_device(int(os.environ.get("LOCAL_RANK", "0")))
     original(mesh, *args, **kwargs)
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
         if size == dist.get_world_size():
             recording.log.name_of_all = recording.log.name_of_all or name
+
+
+def _said(original: Any) -> property:
+    """Returns the attribute of fake tensors that tells a program their device."""
+    own = original.fget
+
+    def device(tensor: Any) -> torch.device:
+        return own(tensor) if (said := device_said(tensor, 2)) is None else said
+
+    return property(device, original.fset)
+
+
+def _type_said(original: Any) -> property:
+    """Returns the attribute of a mesh that tells a program the type of its devices."""
+    own = original.fget
+
+    def device_type(mesh: DeviceMesh) -> str:
+        recording = recording_here()
+        return own(mesh) if recording is None or not asked_by_program(2) else recording.log.mesh_type
+
+    return property(device_type)
+
+
+def _on_host(recording: Recording, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Makes a tensor of values in the memory of the host."""
+    tensor = original(*args, **kwargs)
+    if recording.placement is not None:
+        # Frames between: this function and its wrapper.
+        recording.placement.made(tensor, on_gpu=False, depth=3)
+    return tensor
+
+
+def _default_device(recording: Recording, original: Callable[[], torch.device]) -> torch.device:
+    """Returns the device of new tensors. torch's function makes one, which is on the CPU."""
+    device = default_device_of(torch.empty)
+    if recording.placement is None or not is_gpu(device):
+        return original()
+    return recording.placement.gpu if device is None or device.index is None else device
+
+
+def _of_autocast(_: Recording, original: Callable[..., Any], device_type: str = "cuda") -> Any:
+    """Answers for a GPU: there autocast acts on operators of the CPU."""
+    return original("cpu" if device_type == "cuda" and torch.is_autocast_enabled("cpu") else device_type)
 
 
 def _on_cpu(
@@ -420,7 +487,7 @@ def _on_cpu(
 
 
 def _apply(
-    _: Recording,
+    recording: Recording,
     original: Callable[..., Any],
     module: nn.Module,
     function: Callable[..., Any],
@@ -444,14 +511,18 @@ def _apply(
         return original(module, function, recurse)
     finally:
         module._parameters = {name: module._parameters.get(name, each) for name, each in parameters.items()}
+        # Wrappers of torch may move them from the host to the GPU later.
+        recording.memory.loosen((*module._parameters.values(), *module._buffers.values()))
 
 
 def _without_devices(
-    _: Recording, original: Callable[..., None], ddp: Any, module: Any, *args: Any, **kwargs: Any
+    recording: Recording, original: Callable[..., None], ddp: Any, module: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Makes a DDP, which takes no device for modules on the CPU."""
     others = {name: each for name, each in kwargs.items() if name not in ("device_ids", "output_device")}
     original(ddp, module, None, None, *args[2:], **others)
+    if (device := recording.placement and recording.placement.device_of(next(ddp.parameters()))) is not None:
+        ddp.device = device
 
 
 _OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")

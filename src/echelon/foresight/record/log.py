@@ -68,8 +68,12 @@ class Log:
     def __init__(self, calls: Calls, num_gpus: int = 0) -> None:
         self.num_gpus = num_gpus
         """Number of GPUs of the rank's host."""
-        self.has_chosen_gpu = False
-        """Whether the program has named a GPU by its number."""
+        self.names_gpu = False
+        """Whether the program has named CUDA as the device of a tensor."""
+        self.chosen_gpu: int | None = None
+        """GPU that the program has named last by its number."""
+        self.mesh_type = "cpu"
+        """Type of device of the program's meshes."""
         self.entries: list[Entry] = []
         self.calls = calls
         self.computed: list[tuple[int, int, object]] = []

@@ -89,8 +89,12 @@ class Memory:
 
     # Storages of the host, see `placement`
 
-    def leave_gpu(self, number: int, place: int) -> None:
-        """Notes that a new storage, made by a line, is on the host: it takes no memory of the GPU."""
+    def leave_gpu(self, tensor: torch.Tensor, place: int) -> None:
+        """Notes that a new tensor, made by a line, is on the host: it takes no memory of the GPU."""
+        if (number := self.known(tensor)) is None:
+            with self.on_the_host(place):
+                self.number(tensor)
+            return
         self.on_gpu.discard(number)
         if number in self.on_host:
             return
@@ -115,6 +119,12 @@ class Memory:
             self.fixed.add(number)
             if is_pinned:
                 self.pinned.add(number)
+
+    def loosen(self, tensors: Iterable[object]) -> None:
+        """Notes that a library may move tensors of the host by itself."""
+        for each in tensors:
+            if isinstance(each, FakeTensor) and (number := self.known(each)) is not None:
+                self.fixed.discard(number)
 
     def enter_gpu(self, number: int, tensor: torch.Tensor) -> None:
         """Notes that the storage of a tensor may be on the GPU from now on."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from echelon._torch_private.tensors import FakeTensor, local_part, without_functions
 from echelon.call_site import is_foreign
-from echelon.foresight.record.callers import calling_file
+from echelon.foresight.record.callers import calling_file, is_of_torch
 from echelon.foresight.record.copies import Copies
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
@@ -30,7 +30,6 @@ FACTORIES = frozenset(
         "arange",
         "empty",
         "eye",
-        "from_numpy",
         "full",
         "linspace",
         "normal",
@@ -46,7 +45,10 @@ FACTORIES = frozenset(
 """Functions of torch that make a tensor on the host unless they are given a device."""
 MOVES = frozenset({"as_tensor", "cpu", "to"})
 """Functions that may move a tensor."""
-_TAKES_BOTH = frozenset({"copy_", "_to_copy", "lift_fresh", "set_", "_local_scalar_dense", "_foreach_copy_"})
+_TAKES_BOTH = frozenset(
+    {"copy_", "_to_copy", "lift_fresh", "set_", "_local_scalar_dense", "_foreach_copy_", "_ctc_loss"}
+    | {"_pack_padded_sequence", "tensor_split"}
+)
 """Operators that take tensors of several devices. Indexing does so, too."""
 HOST = "host"
 """Goal of a move that can mean nothing but the host."""
@@ -54,6 +56,8 @@ GPU = -1
 """Device of a result on the GPU."""
 _TO_EMPTY = os.path.join("torch", "nn", "modules", "module.py")
 """File of torch that makes the tensors of a module on the device that the program names."""
+_WITH_VALUES = frozenset({Tensor, nn.Parameter})
+"""Types of tensors that are not fake, and wrap none."""
 Where: TypeAlias = int | None
 """Device of a result: `GPU`, the line that made it on the host, or None if it is unknown."""
 _DISTRIBUTED = os.path.join(os.sep, "torch", "distributed", "")
@@ -72,6 +76,7 @@ class Placement:
         self.copies = Copies(log, memory)
         self._log = log
         self._memory = memory
+        self._gpu, self._unsure = _gpus(0)
 
     def making(self, depth: int) -> AbstractContextManager[None]:
         """Returns a context for a function that makes a tensor without a device: a line of the program makes it there.
@@ -87,22 +92,26 @@ class Placement:
 
         `depth` is the number of frames between this call and the line that called the function.
         """
-        if (number := self._number(tensor)) is None:
-            return
         if on_gpu:
             self._enter(tensor)  # as `zeros_like` of a tensor of the host
-            self._memory.on_gpu.add(number)
+            self._begin(tensor)
         # A library may move its tensor later, where nothing shows it.
-        elif not is_foreign(sys._getframe(depth).f_code.co_filename):
-            self._memory.leave_gpu(number, self._log.place())
+        elif isinstance(tensor, FakeTensor) and not is_foreign(sys._getframe(depth).f_code.co_filename):
+            with without_functions():
+                self._memory.leave_gpu(tensor, self._log.place())
 
     def made_on_host(self, tensor: object, is_pinned: bool, depth: int = 1) -> None:
         """Notes a new tensor in pinned memory, or one for which a line of the program or `to_empty` names the CPU."""
         path = sys._getframe(depth).f_code.co_filename
-        is_certain = is_pinned or path.endswith(_TO_EMPTY) or not is_foreign(path)
-        if is_certain and (number := self._number_inside(tensor)) is not None:
-            self._memory.leave_gpu(number, self._log.place())
-            self._memory.fix(number, is_pinned)
+        is_fixed = is_pinned or path.endswith(_TO_EMPTY)
+        local = local_part(tensor) if isinstance(tensor, Tensor) else None
+        if not isinstance(local, FakeTensor) or (is_foreign(path) and not is_fixed):
+            self.lose(tensor)
+            return
+        with without_functions():
+            self._memory.leave_gpu(local, self._log.place())
+            if is_fixed:
+                self._memory.fix(self._memory.known(local), is_pinned)
 
     def moved(self, tensor: object, out: Any, goals: Sequence[Any], non_blocking: bool, depth: int = 1) -> Any:
         """Returns the result of a move, which has memory of its own.
@@ -114,30 +123,66 @@ class Placement:
             non_blocking: whether the call says that the host need not wait.
             depth: number of frames between this call and the line that moves it.
         """
-        number, of_result = self._number_inside(tensor), self._number_inside(out)
-        names_gpu = any(map(is_gpu, goals))
-        # Devices of recorded tensors say CPU. So a library that moves a tensor from the host to one of them, as FSDP to
-        # that of its mesh, means the GPU.
-        names_device = any(isinstance(each, torch.device) for each in goals)
-        if of_result in self._memory.on_host and (names_gpu or (names_device and of_result in self._memory.fixed)):
-            return self.copies.to_gpu(out, non_blocking)
+        number = self._number_inside(out)
+        is_on_host, is_fixed = number in self._memory.on_host, number in self._memory.fixed
+        path = sys._getframe(depth).f_code.co_filename
+        names_gpu = any(is_gpu(each) and not self.is_unsure(each) for each in goals)
+        # A tensor of an unknown device is on the GPU, too. torch's own code names the CPU in place of the GPU where it
+        # moves a tensor from the host, as FSDP does.
+        if is_fixed and not names_gpu:
+            names_gpu = any(map(is_gpu, goals)) or (is_of_torch(path) and any(map(_is_device, goals)))
         if names_gpu:
-            if number is not None and isinstance(tensor, nn.Parameter):
-                self._memory.on_gpu.add(number)
-        elif self._names_host(goals, sys._getframe(depth).f_code.co_filename):
+            if is_on_host:
+                return self.copies.to_gpu(out, non_blocking)
+            self._begin(tensor)
+            return out
+        if self._names_host(goals, path):
             return self.copies.to_host(out, non_blocking)
-        else:
+        if not is_fixed:
             self.lose(tensor)
             self.lose(out)
         return out
 
+    def device_of(self, tensor: object) -> torch.device | None:
+        """Returns the device on which a program finds a tensor. None: the one that torch says.
+
+        A tensor whose device is unknown is on a GPU once the program has named one; see `is_unsure`.
+        """
+        number = self._number_inside(tensor)
+        if number in self._memory.on_host or type(tensor) in _WITH_VALUES:
+            return None
+        if not (is_known := number in self._memory.on_gpu) and not self._log.names_gpu:
+            return None
+        gpu = self.gpu
+        return gpu if is_known else self._unsure
+
+    @property
+    def gpu(self) -> torch.device:
+        """The rank's GPU."""
+        index = self._log.device if self._log.chosen_gpu is None else self._log.chosen_gpu
+        if index != self._gpu.index:
+            self._gpu, self._unsure = _gpus(index)
+        return self._gpu
+
+    def is_unsure(self, device: object) -> bool:
+        """Whether this is the device of a tensor whose device is unknown, as the program has read it."""
+        return device is self._unsure
+
+    def is_read(self, device: object) -> bool:
+        """Whether the program has read this device from a tensor, so that it has not chosen its number."""
+        return device is self._gpu or device is self._unsure
+
     @staticmethod
     def _names_host(goals: Sequence[Any], path: str) -> bool:
         """Whether a line of a file moves a tensor to the host for certain. `HOST` is the goal of `x.cpu()`."""
-        if HOST in goals:
-            return True
-        # A library may also name the CPU in place of a GPU.
-        return path.endswith(_REDUCES) or ("cpu" in goals and not is_foreign(path))
+        # torch's own code finds tensors of the GPU on the CPU, and names the CPU in place of a GPU.
+        return HOST in goals or path.endswith(_REDUCES) or (any(map(is_host, goals)) and not is_of_torch(path))
+
+    def _begin(self, tensor: object) -> None:
+        """Notes that a tensor is on the GPU, where it takes memory."""
+        if isinstance(tensor, Tensor) and isinstance(local := local_part(tensor), FakeTensor):
+            with without_functions():
+                self._memory.on_gpu.add(self._memory.number(local))
 
     def lose(self, tensor: object) -> None:
         """Notes that the device of a tensor is unknown."""
@@ -208,7 +253,7 @@ class Placement:
             if where == GPU:
                 self._memory.on_gpu.add(number)
             else:
-                self._memory.leave_gpu(number, where)
+                self._memory.leave_gpu(each, where)
                 if not self._memory.fixed.isdisjoint(before):
                     self._memory.fix(number)
 
@@ -259,11 +304,25 @@ class Placement:
             return self._memory.known(tensor) if tensor.layout is torch.strided else None
 
 
+def _gpus(index: int) -> tuple[torch.device, torch.device]:
+    """Returns two equal devices, of which each has an identity of its own."""
+    return torch.device("cuda", index), torch.device("cuda", index)
+
+
 def is_gpu(value: Any) -> bool:
     """Whether an argument names a GPU."""
     if isinstance(value, str):
         return value == "cuda" or value.startswith("cuda:")
     return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def is_host(value: Any) -> bool:
+    """Whether an argument names the CPU."""
+    return value == "cpu" if isinstance(value, str) else _is_device(value) and value.type == "cpu"
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device)
 
 
 def _of_library() -> bool:

@@ -395,7 +395,7 @@ class _Run:
                 raise until.missing(rank)
             if steps.entries is None and repeats is not None and repeats.num_repeated:
                 raise NotRepeated  # no step was kept, of which the last microbatch had to run
-            if log.num_gpus > 1 and not log.has_chosen_gpu and dist.is_initialized():
+            if log.num_gpus > 1 and log.chosen_gpu is None and dist.is_initialized():
                 log.assumptions.of(
                     "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
                 )

@@ -15,13 +15,13 @@ from echelon.foresight.trace import HostWait, RecordEvent, WaitEvent
 class Stream:
     """Stream of the device, by its number. 0 is the default stream."""
 
-    def __init__(self, device: object = None, priority: int = 0, *, number: int | None = None, **_: object) -> None:
+    def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: object) -> None:
         """Makes a new stream, or the stream with a number."""
         log = _log()
         self.stream_id = (0 if log is None else log.new_stream()) if number is None else number
         self.priority = priority
-        self.device = torch.device("cpu") if device is None else device
-        self.device_index = 0
+        self.device = _gpu() if device is None or isinstance(device, int) else torch.device(device)
+        self.device_index = self.device.index or 0
         # DeviceType::CUDA of torch's C++.
         self.device_type = 1
         self.cuda_stream = self.stream_id
@@ -145,6 +145,12 @@ def synchronize(device: object = None) -> None:  # noqa: ARG001
     """Makes the host wait for the whole device."""
     if (log := _log()) is not None:
         log.entries.append(HostWait(-1, -1, log.place()))
+
+
+def _gpu() -> torch.device:
+    """Returns the rank's GPU."""
+    recording = recording_here()
+    return torch.device("cuda", 0) if recording is None or recording.placement is None else recording.placement.gpu
 
 
 def _log() -> Log | None:
