@@ -372,3 +372,44 @@ def begins_on_meta(how):
 def test_a_model_may_go_to_the_meta_device_and_get_memory_again(how):
     sizes = live(foresee(begins_on_meta, 2, (how,)).traces[0])
     assert sizes["parameters", False] == (WIDTH * WIDTH + 3 * WIDTH) * 4 // (2 if how == "sharded" else 1)
+
+
+def moves_by_devices(names):
+    device = programs.begin()
+    model = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        out = model(torch.ones(WIDTH, WIDTH, device=device))
+        host = out.detach().to(torch.device("cpu") if names == "device" else "cpu")
+        assert host.device.type == "cpu"
+        assert host.to(torch.device("cpu")) is host
+        assert host.to(out.device).device == out.device == device
+        out.sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("names", ["device", "text"])
+def test_a_device_that_is_read_from_a_tensor_is_the_goal_of_a_copy(names):
+    trace = foresee(moves_by_devices, 1, (names,)).traces[0]
+    assert [entry.to_gpu for entry in trace.entries if isinstance(entry, Copy)] == [False, True]
+
+
+def begins_on_the_host(wrap):
+    device = programs.begin()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).cpu()
+    if wrap == "FSDP2":
+        fully_shard(model, mesh=init_device_mesh("cuda", (dist.get_world_size(),)))
+    elif wrap == "FSDP1":
+        model = FullyShardedDataParallel(model, device_id=device)
+    else:
+        model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.ones(8, WIDTH, device=device)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("wrap", ["FSDP2", "FSDP1", ""])
+def test_a_model_that_was_on_the_host_trains_on_the_gpu(wrap):
+    seen = foresee(begins_on_the_host, 2, (wrap,))
+    assert (copies(seen.traces[0]), computed(seen.traces[0]), seen.host_memory) == ([], [], (0,))
