@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.arguments import refuse_others
 from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 
@@ -25,6 +26,7 @@ class GradScaler(torch.amp.GradScaler):
     pipeline returns is scaled: divide it by `get_scale()` before `update`.
     """
 
+    @refuse_others(process_group="group")
     def __init__(
         self,
         group: ProcessGroup,

@@ -81,7 +81,7 @@ def test_a_rank_that_skips_forward_and_backward_is_told_and_so_are_the_others(po
     for rank, (done, message) in enumerate(ranks):
         assert len(done) == (2 if rank == 1 else 1)
         assert done[0] == ranks[0][0][0]
-        assert f"(rank 0 {one}; rank 1 {two}; rank 2 {one})" in message
+        assert f"(rank 0: {one}; rank 1: {two}; rank 2: {one})" in message
 
 
 def test_a_rank_that_draws_another_batch_keeps_the_weights_of_the_others(pool):

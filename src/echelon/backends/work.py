@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
-from echelon.arguments import check_seconds
+from echelon.arguments import check_seconds, no_attribute
 from echelon.backends.admission import check_mode
 from echelon.backends.memory import describe
 from echelon.errors import Timeout, without_frames
@@ -72,6 +72,13 @@ class Driver(Protocol):
         ...
 
 
+_MEANT = {
+    **dict.fromkeys(("done", "test", "Test", "is_done", "poll"), "is_completed"),
+    **dict.fromkeys(("Wait", "join", "synchronize", "get"), "wait"),
+}
+"""Names that other libraries give to attributes of a handle."""
+
+
 class Work(Generic[T]):
     """Handle of one operation in flight. Completed once, by the backend, with a result or an error."""
 
@@ -110,6 +117,14 @@ class Work(Generic[T]):
         """Diagnoses a wait that ends in a Timeout; None: the error names only the time."""
         self._when_seen: Callable[[], object] = _nothing
         self._when_taken: Callable[[], object] | None = None
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            of_result = (
+                {name: f" wait() returns the tensor: write work.wait().{name}"} if hasattr(torch.Tensor, name) else {}
+            )
+            raise no_attribute("a Work", name, dir(type(self)), of_result | _MEANT)
 
     def is_completed(self) -> bool:
         """Says whether the operation has ended, with a result or an error. Never blocks."""

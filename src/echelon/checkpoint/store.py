@@ -8,7 +8,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Never, NoReturn
 
-from echelon.arguments import check_path, is_count, named, no_attribute
+from echelon.arguments import check_path, is_count, named, no_attribute, refuse_others
 from echelon.checkpoint.collect import Objects, collect
 from echelon.checkpoint.folder import Folder, how_to_go_back
 from echelon.checkpoint.groups import group_of
@@ -24,6 +24,9 @@ from echelon.launch.environment import is_rank
 _MEANT = {
     **dict.fromkeys(("save_checkpoint", "save_state"), "save"),
     **dict.fromkeys(("load_checkpoint", "load_state", "restore"), "load"),
+    **dict.fromkeys(("delete", "remove"), " run echelon checkpoint remove FOLDER STEP, or give Store(keep=)"),
+    **dict.fromkeys(("export", "convert"), " run echelon checkpoint export"),
+    **dict.fromkeys(("wait", "finish", "flush"), " save(wait=False) returns a handle, which has wait()"),
     **dict.fromkeys(("latest", "latest_step"), " load() takes the latest, and steps() lists all"),
 }
 """Names that other libraries have for attributes."""
@@ -36,6 +39,11 @@ class Store:
     and shards. It is complete or not there, however a save ends. All ranks call `save` and `load`.
     """
 
+    @refuse_others(
+        **dict.fromkeys(("folder", "directory", "dirpath", "dir", "checkpoint_dir"), "path"),
+        **dict.fromkeys(("max_to_keep", "total_limit", "save_total_limit", "save_top_k"), "keep"),
+        async_save=" give it to save(), as wait=False",
+    )
     def __init__(
         self, path: str | os.PathLike[str], keep: int | None = None, group: ProcessGroup | None = None
     ) -> None:
@@ -76,6 +84,10 @@ class Store:
         def __getattr__(self, name: str) -> NoReturn:
             raise no_attribute("a Store", name, dir(type(self)), _MEANT)
 
+    @refuse_others(
+        state_dict=" pass the module itself, as model=",
+        **dict.fromkeys(("is_async", "async_save", "blocking"), " give wait=False to return once values are copied"),
+    )
     def save(
         self,
         step: int,
@@ -197,6 +209,7 @@ class Store:
         """Returns the steps of all complete checkpoints, in order. Does not communicate."""
         return Folder(self._path).steps()
 
+    @refuse_others()
     def verify(self, step: int) -> None:
         """Reads every byte of a checkpoint and compares checksums. Does not communicate.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Never, get_args
 
 import torch
 
-from echelon.arguments import check_bucket_mb, choices, named
+from echelon.arguments import check_bucket_mb, choices, named, no_attribute, refuse_others
 from echelon.backends.admission import check_values
 from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_module, check_same_model
 from echelon.data_parallel.gradient_sync import GradientSync, take_over
@@ -25,6 +25,14 @@ from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientRe
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
+
+_MEANT = {
+    "backward": " call loss.backward()",
+    "step": " call optimizer.step()",
+    "register_comm_hook": " give it as DDP(model, group, hook=)",
+    "clip_grad_norm_": " call torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)",
+}
+"""Names that other wrappers give to attributes, with advice."""
 
 
 class ModuleProxy(torch.nn.Module):
@@ -84,6 +92,8 @@ class ModuleProxy(torch.nn.Module):
         own = self.__dict__.get("_modules", {})
         if name == "module" or "module" not in own:
             return super().__getattr__(name)
+        if name in _MEANT and not hasattr(own["module"], name):
+            raise no_attribute("a DistributedDataParallel", name, (), _MEANT)
         return getattr(own["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -118,6 +128,7 @@ class DistributedDataParallel(ModuleProxy):
     Not supported, and refused: sparse gradients, `backward(create_graph=True)`.
     """
 
+    @refuse_others()
     def __init__(
         self,
         module: torch.nn.Module,
@@ -214,6 +225,7 @@ class DistributedDataParallel(ModuleProxy):
             self.broadcast_parameters(sync.joining.last_active)
             sync.reducer.counts.forget()
 
+    @refuse_others(timeout=" the group has it: set group.timeout")
     def sync_gradients(self) -> None:
         """Replaces all gradients by their mean over all ranks. Blocks until it is done. Works under `no_sync`, too.
 
@@ -224,6 +236,7 @@ class DistributedDataParallel(ModuleProxy):
         """
         self._sync.reduce()
 
+    @refuse_others(root="src", root_rank="src", timeout=" the group has it: set group.timeout")
     def broadcast_parameters(self, src: int = 0) -> None:
         """Copies the parameters and buffers of rank `src` to all ranks, in place. Blocks until it is done.
 

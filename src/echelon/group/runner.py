@@ -204,7 +204,7 @@ class CollectiveRunner:
         ):
             shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
             prepared = self._prepared.get((kind, shape, dtype, op, root, in_splits, out_splits, ""))
-            if prepared is not None and async_op:
+            if prepared is not None and async_op is not False:
                 changed = [tensor] if tensor is not None and (changes or writes) else []
                 return self.start(prepared, tensor, out, async_op, timeout, changed)
             if prepared is not None:

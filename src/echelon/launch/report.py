@@ -41,6 +41,7 @@ from echelon.errors import (
     summarize,
 )
 from echelon.launch import whereabouts
+from echelon.launch.advice import advise
 from echelon.wording import counted, listed
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ ERROR_FILE = "ECHELON_ERROR_FILE"
 
 
 def describe(rank: int, error: BaseException) -> RankFailure:
-    """Returns the failure record of `error`, raised on this rank just now."""
+    """Returns the failure record of `error`, raised on this rank just now. A known error gets a note of advice."""
+    advise(error)
     frames = traceback.extract_tb(error.__traceback__)
     # The user's line, not the innermost one, which lies inside of Echelon or torch.
     own = [frame for frame in frames if not is_foreign(frame.filename)]
@@ -345,6 +347,7 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         written = False
+        advise(error)
         if os.getpid() == self.pid:  # not in a child that was forked later
             path = os.environ.get(ERROR_FILE)
             written = path is not None and write(path, describe(self.rank, error))

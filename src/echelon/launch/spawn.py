@@ -88,6 +88,7 @@ class RankPool:
         self._process = os.getpid()
         atexit.register(self.close)
 
+    @refuse_others(**OF_OTHER_LAUNCHERS)
     def run(
         self, fn: Callable[..., object], world_size: int, *args: object, backend: str = "auto", timeout: float = 30.0
     ) -> list[Any]:

@@ -93,6 +93,7 @@ class Simulation:
 @refuse_others(
     **OF_OTHER_LAUNCHERS,
     **dict.fromkeys(("latency", "bandwidth"), " give network=echelon.Network(latency=, bandwidth=)"),
+    **dict.fromkeys(("hosts", "nnodes", "num_hosts"), " give network=echelon.Network(hosts=[4, 4])"),
     backend=" ranks are simulated always: leave it out, or call echelon.spawn",
 )
 def simulate(

@@ -11,6 +11,7 @@ from functools import partial
 from numbers import Real
 from typing import NamedTuple
 
+from echelon.arguments import refuse_others
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import loop, vee
 from echelon.pipeline.plan.check import over_limit
@@ -25,6 +26,9 @@ from echelon.pipeline.search.weight_placement import Filled, Key, Skeleton, fill
 from echelon.timeline.timeline import Time
 
 
+@refuse_others(
+    memory="memory_limit", chunks="num_chunks", num_stages=" give num_ranks and num_chunks, whose product it is"
+)
 def search(
     costs: Costs,
     num_ranks: int,
