@@ -129,6 +129,11 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
     """Returns the tensors of all ranks on rank `dst`, concatenated along dim 0. A tensor without rows on other ranks.
 
+    Args:
+        tensor: same dtype, and same dims except the first, on every rank.
+        dst: the rank that gets them.
+        group: the ranks.
+
     Raises:
         InvalidRank: `dst` is not a rank of the group.
     """

@@ -42,6 +42,31 @@ def test_a_rank_that_wrote_nothing_has_no_report(tmp_path):
     assert report.read(str(tmp_path / "none.json")) is None
 
 
+ADVICE = {
+    "Torch not compiled with CUDA enabled": "use x.to(group.device) in place of x.cuda(), or run the script for GPUs",
+    "Distributed package doesn't have NCCL built in": "this build of torch has no NCCL: give init_process_group 'gloo'",
+}
+
+
+@pytest.mark.parametrize("text", ADVICE)
+def test_a_known_error_of_torch_is_reported_with_advice(text):
+    error = raised(RuntimeError(text))
+    for _ in range(2):  # a program may raise it again
+        trace = report.describe(0, error).traceback
+    assert trace.count(ADVICE[text]) == 1
+
+
+def test_an_error_of_the_program_s_own_call_is_reported_as_it_is():
+    def scale(x):
+        return x
+
+    for call in (lambda: scale(y=1), lambda: Group().reasons(), lambda: scale(1)(), scale):
+        with pytest.raises(TypeError) as caught:
+            call()
+        report.describe(0, caught.value)
+        assert not hasattr(caught.value, "__notes__")
+
+
 def test_an_error_without_a_message_is_named():
     assert report.summarize(KeyboardInterrupt()) == "KeyboardInterrupt"
 

@@ -31,7 +31,13 @@ class Message(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Result of a receive from any rank."""
+    """Result of a receive from any rank.
+
+    Args:
+        tensor: the tensor that came.
+        src: the sending rank.
+        tag: the tag of the message.
+    """
 
     tensor: torch.Tensor
     src: int
@@ -127,7 +133,7 @@ class Work(Generic[T]):
             raise no_attribute("a Work", name, dir(type(self)), of_result | _MEANT)
 
     def is_completed(self) -> bool:
-        """Says whether the operation has ended, with a result or an error. Never blocks."""
+        """Returns whether the operation has ended, with a result or an error. Never blocks."""
         return self.has_ended
 
     def wait(self, timeout: float | None = None) -> T:

@@ -30,7 +30,11 @@ TAKEN = {"random", "hook"}
 
 
 class PerRank:
-    """Value in `extra` that each rank has for itself. `load` gives each rank its own back, without the wrapper."""
+    """Value in `extra` that each rank has for itself. `load` gives each rank its own back, without the wrapper.
+
+    Args:
+        value: JSON-like data or tensors of this rank.
+    """
 
     def __init__(self, value: object) -> None:
         """Takes JSON-like data or tensors."""

@@ -38,7 +38,7 @@ _Outcome = dict[str, Any]
 
 
 class Handle:
-    """Save that may be under way."""
+    """Save that may be under way. Made by `Store.save`."""
 
     def __init__(self, step: int, finish: Callable[[], object], is_done: Callable[[], bool]) -> None:
         """`finish` waits for the save; `is_done`: whether it has ended."""

@@ -213,6 +213,9 @@ class Store:
     def verify(self, step: int) -> None:
         """Reads every byte of a checkpoint and compares checksums. Does not communicate.
 
+        Args:
+            step: number of the checkpoint.
+
         Raises:
             InvalidArgument: `step` is no number of at least 0.
             FileError: a file cannot be read.

@@ -50,19 +50,31 @@ class ModuleProxy(torch.nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yields the module's parameters under the module's names."""
+        """Yields the module's parameters under the module's names.
+
+        Args:
+            prefix, recurse, remove_duplicate: as of torch.nn.Module.named_parameters.
+        """
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the module's buffers under the module's names."""
+        """Yields the module's buffers under the module's names.
+
+        Args:
+            prefix, recurse, remove_duplicate: as of torch.nn.Module.named_buffers.
+        """
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yields the module and its submodules under the module's names."""
+        """Yields the module and its submodules under the module's names.
+
+        Args:
+            memo, prefix, remove_duplicate: as of torch.nn.Module.named_modules.
+        """
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +85,14 @@ class ModuleProxy(torch.nn.Module):
         """Loads a state_dict of the bare module, on this rank only.
 
         Load the same on every rank, or call broadcast_parameters() afterwards.
+
+        Args:
+            state_dict: tensors by the module's own names.
+            strict: whether missing and unknown names are an error.
+            assign: not supported.
+
+        Returns:
+            The missing and the unexpected names, as torch.nn.Module.load_state_dict does.
 
         Raises:
             ValueError: assign=True, which would replace the parameters that have the hooks.
@@ -239,6 +259,9 @@ class DistributedDataParallel(ModuleProxy):
     @refuse_others(root="src", root_rank="src", timeout=" the group has it: set group.timeout")
     def broadcast_parameters(self, src: int = 0) -> None:
         """Copies the parameters and buffers of rank `src` to all ranks, in place. Blocks until it is done.
+
+        Args:
+            src: rank of the group whose values all ranks get.
 
         Raises:
             InvalidRank: `src` is not a rank of the group.

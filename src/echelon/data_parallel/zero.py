@@ -288,6 +288,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The state may come from this optimizer, on any number of ranks, or from the plain optimizer.
 
+        Args:
+            state_dict: a whole state, as `state_dict` returns it.
+
         Raises:
             ValueError: it belongs to other parameters.
         """
@@ -327,6 +330,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, which are cut into shards of their own. Blocks; every rank must do the same.
+
+        Args:
+            param_group: a dict with "params" and options, as of any optimizer; the same on every rank.
 
         Raises:
             CollectiveMismatch, UnsupportedOp: as when the optimizer is made.

@@ -315,7 +315,7 @@ class Collectives(GroupBase):
     @overload
     def barrier(self, *, async_op: Yes, timeout: Seconds = ...) -> Work[None]: ...
     def barrier(self, async_op: bool = False, timeout: Seconds = None) -> Work[None] | None:
-        """Blocks until every rank has called it.
+        """Blocks until every rank has called it. Returns None, or a Work with `async_op`.
 
         Args:
             async_op, timeout: As in `all_reduce`.

@@ -258,6 +258,9 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     def when_closed(self, callback: Callable[[], object]) -> None:
         """Registers a function that is called once, after this group has closed or aborted.
 
+        Args:
+            callback: called without arguments. Its result is dropped.
+
         Raises:
             InvalidArgument: `callback` cannot be called.
         """

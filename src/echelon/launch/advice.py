@@ -43,6 +43,7 @@ _ON_CALLED = {
     "dualpipe_v": "write schedules.build('dualpipe-v', num_ranks, num_microbatches)",
 }
 """Advice on calls of values and of modules, by the name of the attribute."""
+_UNCALLED = ("'int'", "'torch.device'", "'module'", "'_Watched'")  # the last is a module, for simulated ranks
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 _RETURNED = " results are returned: leave it out, or give a tensor for all of them as out="
@@ -72,7 +73,7 @@ _ANY_SOURCE = "; recv_any() takes a message of any rank"
 
 
 def advise(error: BaseException) -> None:
-    """Adds a note that says what to do, if the error is a known one of Python or torch. Once."""
+    """Adds a note of advice to a known error of Python or torch, once."""
     text = str(error)
     advice = next((advice for part, advice in _ON_TEXTS.items() if part in text), "")
     if type(error) is TypeError and not advice:
@@ -86,7 +87,7 @@ def _on_called(error: TypeError) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None:
+    if trace is None or not str(error).startswith(_UNCALLED):
         return ""
     run = [each for each in dis.get_instructions(trace.tb_frame.f_code) if each.offset <= trace.tb_lasti]
     # The attribute that is called begins where the call does.

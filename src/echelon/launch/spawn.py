@@ -122,7 +122,12 @@ class RankPool:
         *,
         is_limited: bool,
     ) -> list[Any]:
-        """Runs a function as `run` does. `is_limited`: whether `timeout` is for the whole of `fn`, too."""
+        """Runs a function as `run` does. Returns the results in rank order.
+
+        Args:
+            fn, world_size, args, backend, timeout: as of `run`. `args` is a sequence.
+            is_limited: whether `timeout` is for the whole of `fn`, too.
+        """
         check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
         timeout = check_default_timeout(timeout, LaunchError)
         check_no_keywords("backend", backend)

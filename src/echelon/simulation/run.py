@@ -66,6 +66,7 @@ class Simulation:
     elapsed: float
     """Virtual seconds from the start until the last rank's function ended."""
     seed: int
+    """Seed of the run, which repeats it."""
     timeline: Timeline
     """Steps and collectives of each rank, in virtual seconds. Asynchronous collectives are in `Timeline.beside`."""
     bytes_sent: Mapping[tuple[int, int], int]

@@ -358,6 +358,11 @@ class Pipeline:
         Equals torch.nn.utils.clip_grad_norm_ in one process, up to rounding. Tied weights count once. Every rank must
         call it; it waits for all of them.
 
+        Args:
+            max_norm: the largest norm that is left, at least 0.
+            norm_type: p of the p-norm, above 0; math.inf for the largest absolute value.
+            error_if_nonfinite: raise NotFinite, in place of scaling by a norm that is NaN or infinite.
+
         Raises:
             InvalidArgument: `max_norm` is not a number of at least 0, or `norm_type` is no number.
             UnsupportedOp: norm_type is not above 0, or (on all ranks) a gradient is not dense or has no memory of its
@@ -367,13 +372,17 @@ class Pipeline:
         return self._weights.clip(max_norm, norm_type, error_if_nonfinite)
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Puts this rank's stages into training mode."""
+        """Puts this rank's stages into training mode. Returns the pipeline.
+
+        Args:
+            mode: False for evaluation mode.
+        """
         for stage in self.stages:
             stage.module.train(mode)
         return self
 
     def eval(self) -> Pipeline:
-        """Puts this rank's stages into evaluation mode."""
+        """Puts this rank's stages into evaluation mode. Returns the pipeline."""
         return self.train(False)
 
     def memory(self) -> Memory:

@@ -85,7 +85,7 @@ def recommend(
     capacity: Time | None = None,
     search: bool = False,
 ) -> Options:
-    """Compares all training schedules that exist for these sizes.
+    """Compares all training schedules that exist for these sizes. Returns them as options, the best first.
 
     Schedules that fit come first, then the shortest span first. The span is the time of a step when steps follow each
     other. Times and memory are exact if the costs are: print them as `float(option.timeline.span)`.

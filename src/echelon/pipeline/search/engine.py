@@ -36,7 +36,7 @@ def search(
     memory_limit: Time | None = None,
     num_chunks: int | None = None,
 ) -> Schedule:
-    """Searches for the schedule with the shortest span (`Timeline.span`) that fits a memory limit.
+    """Returns the schedule with the shortest span (`Timeline.span`) that a search finds within a memory limit.
 
     The span is never longer than that of any named schedule for as many stages that fits the limit. The same input
     gives the same schedule. Its timeline has Fractions if the costs are exact: print them by `float`.
