@@ -28,8 +28,8 @@ _ON_TEXTS = {
     ),
     "Distributed package doesn't have NCCL built in": "this build of torch has no NCCL: give init_process_group "
     "'gloo', or run the script for GPUs that are not there by echelon foresee",
-    "does not require grad and does not have a grad_fn": "the loss that a Pipeline's step() returns has no graph, as "
-    "step() has run the backward: call optimizer.step() next",
+    "does not require grad and does not have a grad_fn": "if this is the loss of a Pipeline's step(), step() has "
+    "run the backward already: call optimizer.step() next",
     "'method' object does not support the context manager protocol": "call it: write with ddp.no_sync():",
     "object has no attribute 'wait'": "a call of a group returns a Work, which has wait(), with async_op=True, or as "
     "isend and irecv; batch_isend_irecv returns a list of them",

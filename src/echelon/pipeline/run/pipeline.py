@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -545,14 +546,22 @@ def _merged(batch: Batch) -> Value:
 
 def _check_keywords(stage: Stage, kwargs: Mapping[str, Value]) -> None:
     """Raises InvalidArgument for a keyword that the stage's forward does not take."""
-    parameters = inspect.signature(stage.module.forward).parameters
-    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
-    unknown = [name for name in kwargs if name not in parameters]
-    if unknown and not takes_any and not stage.module._forward_pre_hooks:  # which may take it
+    forward = stage.module.forward
+    known = _keywords_of(getattr(forward, "__func__", forward))
+    unknown = [] if known is None else [name for name in kwargs if name not in known]
+    if unknown and not stage.module._forward_pre_hooks:  # which may take it
         raise InvalidArgument(
             f"{unknown[0]} is no argument of stage {stage.index}'s forward ({type(stage.module).__name__}): leave it "
             "out; the target of loss_fn is passed as target="
         )
+
+
+@functools.lru_cache(256)  # each step asks
+def _keywords_of(function: Callable[..., object]) -> frozenset[str] | None:
+    """Returns the arguments of a function. None: it takes any keyword."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    return None if takes_any else frozenset(parameters)
 
 
 def _require_gradients(what: str) -> None:
