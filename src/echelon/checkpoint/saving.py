@@ -176,8 +176,8 @@ class Saver:
             # Rank 0's writer reports the failures of others, too, in other words: theirs come first.
             error: EchelonError | None = None
             try:
-                raise_first([None, *outcomes[1:]])
-                raise_first(outcomes[:1])
+                raise_first([None, *outcomes[1:]], self._group)
+                raise_first(outcomes[:1], self._group)
             except (FileError, CheckpointError) as caught:
                 error = caught
             handle._end(error)
@@ -248,7 +248,7 @@ class Saver:
                     remove_draft(self._fs, draft)
             if error is not None:
                 raise error
-            raise_first(outcomes)
+            raise_first(outcomes, self._group)
         files = tuple(StoredFile(each["size"], tuple(each["crc32"])) for each in outcomes)
         together(self._group, lambda: self._commit(manifest._replace(files=files)), draft)
 

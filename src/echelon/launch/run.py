@@ -403,7 +403,7 @@ class FailureLog:
         if self._explained is None:
             self._explain(cause)
         if are_alike(self._failures, num_ranks):
-            self._console.say(f"all {num_ranks} ranks failed alike: each {cause.placed}")
+            self._console.say(f"all {num_ranks} ranks failed alike: each {cause.brief}")
             return cause.status
         after = consequences(cause, (failure for failure in self._failures if failure.rank != cause.rank))
         if silent := ended - self.ranks:
