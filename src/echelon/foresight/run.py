@@ -52,6 +52,11 @@ _LEAST_EXPOSED = 0.02
 """Least exposed share of a step with forecasts. Below it a change would be smaller than the error of the forecast."""
 _NO_CHANGE = 5e-4
 """Share of the step below which a change does not count."""
+_NOTHING = (
+    "has nothing to foresee: no operator of torch, no collective and no step of an optimizer was recorded: give the "
+    "script that trains, with the arguments that make it train"
+)
+"""End of the line about a script whose step takes no time."""
 
 _OF_OTHERS = dict.fromkeys(("nodes", "nnodes", "num_nodes"), "hosts") | {"device": "gpu"}
 """Names that other tools give to arguments."""
@@ -440,6 +445,8 @@ def foresee_script(program: Program, world_size: int, console: Console, **option
         if not script.has_begun:
             raise
         return Outcome(None, failure_of(error, script))
+    if not foreseen.step_seconds:  # a sweep would take it for the fastest step of all
+        return Outcome(None, Failure(1, None, f"{program.name} {_NOTHING}"))
     return Outcome(foreseen)
 
 
