@@ -109,7 +109,9 @@ def test_run_says_what_it_starts(capfd, tmp_path):
     assert main(["run", "-n", "2", str(script)]) == 0
     line, alone = capfd.readouterr().err.splitlines()
     assert line.startswith(f"echelon: starting 2 ranks of {script}, ")
-    assert alone.startswith("echelon: note: no rank has joined a group, so each of them ran the whole program by itself")
+    assert alone.startswith(
+        "echelon: note: no rank has joined a group, so each of them ran the whole program by itself"
+    )
     assert line.endswith(" each, backend auto")
     assert main(["run", "-q", "-n", "2", str(script), "fail"]) == 3
     assert capfd.readouterr().err == "echelon: rank 1 exited with status 3\n"

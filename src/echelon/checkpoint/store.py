@@ -70,6 +70,8 @@ class Store:
         self._group = group
         self._saver: Saver | None = None
         self._saver_group: ProcessGroup | None = None
+        self._since: int | None = None
+        """Step that the run has loaded or saved last."""
 
     def __repr__(self) -> str:
         return f"<Store {self._path!r}, keep={self._keep}>"
@@ -139,7 +141,9 @@ class Store:
             raise InvalidArgument("there is no group yet: call group = echelon.init() before the first save")
         with _within("Store.save", group):
             found = collect(objects, group)
-            handle = self._open(group).save(step, found.state, wait=wait, seed=found.seed, layout=found.layout)
+            saver = self._open(group)
+            handle = saver.save(step, found.state, wait=wait, seed=found.seed, layout=found.layout, since=self._since)
+        self._since = step
         # Last, here and in `load`: a warning may be an error of one rank, which the others must not wait for.
         parts = filter(None, map(wrapped_by, objects.models.values()))
         if any(each.has_unused for each in parts) and rank_of(group) == 0:
@@ -201,8 +205,10 @@ class Store:
                 objects.check()  # now, rather than at the first save
                 return None
             restore(source, objects, group, strict=strict)
-        if step is not None and optimizer is not None and rank_of(group) == 0:
-            self._warn_of_newer(step)
+        if optimizer is not None:
+            self._since = source.step
+            if step is not None and rank_of(group) == 0:
+                self._warn_of_newer(step)
         return source.step
 
     def steps(self) -> list[int]:
