@@ -62,6 +62,12 @@ class Objects:
         self.others = {"scheduler": self.scheduler, "scaler": self.scaler, **self.others}
 
     @property
+    def are_none(self) -> bool:
+        """Whether there is no object."""
+        given = self.model, self.optimizer, self.scheduler, self.scaler, self.generators, self.loader, self.extra
+        return all(one is None for one in (*given, *self.others.values()))
+
+    @property
     def models(self) -> dict[str, Any]:
         """Models by the prefix of their names."""
         found = {} if self.model is None else {"": self.model}

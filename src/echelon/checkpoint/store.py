@@ -30,6 +30,25 @@ _MEANT = {
     **dict.fromkeys(("latest", "latest_step"), " load() takes the latest, and steps() lists all"),
 }
 """Names that other libraries have for attributes."""
+_IN_OTHER_STORES = {
+    **dict.fromkeys(("max_to_keep", "keep_last", "keep_last_n", "num_to_keep", "max_checkpoints", "limit"), "keep"),
+    **dict.fromkeys(("save_total_limit", "total_limit", "save_top_k", "keep_n"), "keep"),
+    **dict.fromkeys(("root", "dir", "directory", "folder", "dirpath", "checkpoint_dir", "save_dir"), "path"),
+    "process_group": "group",
+    "async_save": " give it to save(), as wait=False",
+}
+_WAIT = " save returns when the checkpoint is on disk, and with wait=False when its values are copied"
+_IN_OTHER_SAVES = {
+    **dict.fromkeys(("async_save", "async_", "asynchronous", "is_async", "blocking", "block", "non_blocking"), _WAIT),
+    **dict.fromkeys(("path", "filename", "folder", "checkpoint_id"), " the folder is that of Store(path)"),
+    "state_dict": " pass the module itself, as model=",
+}
+_IN_OTHER_LOADS = {
+    **dict.fromkeys(("map_location", "device"), " values go where the object has its tensors: leave it out"),
+    **dict.fromkeys(("weights_only", "mmap"), " nothing is unpickled: leave it out"),
+    **{name: _IN_OTHER_SAVES["path"] for name in ("path", "filename", "folder", "checkpoint_id")},
+}
+"""Names that other libraries have for arguments, and advice."""
 
 
 class Store:
@@ -39,11 +58,7 @@ class Store:
     and shards. It is complete or not there, however a save ends. All ranks call `save` and `load`.
     """
 
-    @refuse_others(
-        **dict.fromkeys(("folder", "directory", "dirpath", "dir", "checkpoint_dir"), "path"),
-        **dict.fromkeys(("max_to_keep", "total_limit", "save_total_limit", "save_top_k"), "keep"),
-        async_save=" give it to save(), as wait=False",
-    )
+    @refuse_others(**_IN_OTHER_STORES)
     def __init__(
         self, path: str | os.PathLike[str], keep: int | None = None, group: ProcessGroup | None = None
     ) -> None:
@@ -86,10 +101,7 @@ class Store:
         def __getattr__(self, name: str) -> NoReturn:
             raise no_attribute("a Store", name, dir(type(self)), _MEANT)
 
-    @refuse_others(
-        state_dict=" pass the module itself, as model=",
-        **dict.fromkeys(("is_async", "async_save", "blocking"), " give wait=False to return once values are copied"),
-    )
+    @refuse_others(**_IN_OTHER_SAVES)
     def save(
         self,
         step: int,
@@ -135,6 +147,8 @@ class Store:
         if not is_count(step):
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0")
         objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
+        if objects.are_none:
+            raise InvalidArgument(f"nothing to save: pass objects by name, as store.save({step}, model=model)")
         group = self._group_of(objects)
         if group is None and is_rank(os.environ) and os.environ.get("WORLD_SIZE") != "1":
             # Each rank would save for itself, one over the other.
@@ -150,10 +164,11 @@ class Store:
             warnings.warn(
                 f"step {step} is saved without the gradients that backward has accumulated under no_sync(), and a run "
                 "that goes on from it would lose them: save after the optimizer's step",
-                stacklevel=2,
+                stacklevel=3,
             )
         return handle
 
+    @refuse_others(**_IN_OTHER_LOADS)
     def load(
         self,
         *unnamed: Never,
@@ -246,7 +261,7 @@ class Store:
                 warnings.warn(
                     f"step {step} is loaded, and {self._path} has step {newer[-1]}, so a save of a step before that "
                     f"will be refused: {how_to_go_back(self._path, newer)}",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
 
     def _group_of(self, objects: Objects) -> ProcessGroup | None:
