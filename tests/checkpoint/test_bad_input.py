@@ -591,9 +591,9 @@ def test_a_step_of_a_newer_version_keeps_older_ones_from_being_saved(store):
     manifest.write_bytes(re.sub(rb"\d+", b"99", manifest.read_bytes(), count=1))
     with pytest.raises(echelon.CheckpointError, match="a newer version of Echelon wrote it"):
         store.load(**objects)
-    with pytest.warns(UserWarning, match="has step 20, .* remove .* 20`"):
+    with pytest.warns(UserWarning, match=r"has step 20, .* remove .* 20`"):
         store.load(**objects, step=10)
-    with pytest.raises(InvalidArgument, match="step 15 is older than step 20 .* remove .* 20`"):
+    with pytest.raises(InvalidArgument, match=r"step 15 is older than step 20 .* remove .* 20`"):
         store.save(15, **objects)
 
 

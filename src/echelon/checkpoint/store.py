@@ -46,7 +46,7 @@ _IN_OTHER_SAVES = {
 _IN_OTHER_LOADS = {
     **dict.fromkeys(("map_location", "device"), " values go where the object has its tensors: leave it out"),
     **dict.fromkeys(("weights_only", "mmap"), " nothing is unpickled: leave it out"),
-    **{name: _IN_OTHER_SAVES["path"] for name in ("path", "filename", "folder", "checkpoint_id")},
+    **dict.fromkeys(("path", "filename", "folder", "checkpoint_id"), _IN_OTHER_SAVES["path"]),
 }
 """Names that other libraries have for arguments, and advice."""
 

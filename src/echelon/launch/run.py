@@ -117,7 +117,7 @@ def run(
         raise InvalidWorldSize(f"-n {num_ranks}: a world has at least 1 rank: give -n 1 or more")
     if num_ranks > MAX_RANKS:
         raise InvalidWorldSize(f"-n {num_ranks}: one host starts at most {MAX_RANKS} ranks: give a smaller number")
-    if grace < 0:
+    if not grace >= 0:  # not a number, too
         raise LaunchError(f"--grace {grace:g}: use a number of seconds, 0 or more")
     program.check()
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder, ReservedPort() as port:
