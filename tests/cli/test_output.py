@@ -110,7 +110,7 @@ def test_run_says_what_it_starts(capfd, tmp_path):
     line, alone = capfd.readouterr().err.splitlines()
     assert line.startswith(f"echelon: starting 2 ranks of {script}, ")
     assert alone.startswith(
-        "echelon: note: no rank has joined a group, so each of them ran the whole program by itself"
+        "echelon: note: no rank seems to have joined a group, so each of them ran the whole program by itself"
     )
     assert line.endswith(" each, backend auto")
     assert main(["run", "-q", "-n", "2", str(script), "fail"]) == 3

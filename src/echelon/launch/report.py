@@ -275,7 +275,8 @@ def read(path: str) -> RankFailure | None:
     """Returns the failure that a rank wrote to `path`. None if there is no file."""
     try:
         with open(path, encoding="utf-8") as file:
-            return RankFailure(**json.load(file))
+            found = json.load(file)
+            return RankFailure(**{**found, "consequence_of": tuple(found["consequence_of"])})
     except FileNotFoundError:
         return None
 
