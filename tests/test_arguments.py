@@ -391,5 +391,17 @@ def test_options_that_are_passed_on_are_not_refused():
     assert make(1, lr=2) == {"lr": 2}
     with pytest.raises(InvalidArgument, match=r"^process_group is no argument here: did you mean group\?$"):
         make(1, process_group=3)
-    with pytest.raises(TypeError, match=r"missing 1 required"):
+    with pytest.raises(InvalidArgument, match=r"^first is missing: write make\(first, \.\.\.\)$"):
         make(lr=2)
+
+
+def test_arguments_that_are_missing_or_too_many_are_named():
+    @refuse_others()
+    def make(first, second, third=3):
+        return first, second, third
+
+    assert make(1, second=2) == (1, 2, 3)
+    with pytest.raises(InvalidArgument, match=r"^first and second are missing: write make\(first, second, \.\.\.\)$"):
+        make()
+    with pytest.raises(InvalidArgument, match=r"^4 has no place here: the order is first, second, third$"):
+        make(1, 2, 3, 4)

@@ -1,7 +1,8 @@
 """Typical mistakes in `tests/mistakes.txt`, each with the one line that answers it.
 
 A mistake is a command line, as "$ echelon run s.py -n 2", or a program. A program runs on two simulated ranks with the
-names of `names`. The answer is the first line of its exception, its warning, or the line that the command prints.
+names of `names`. The answer is the first line of its exception with its notes of advice, its warning, or the line that
+the command prints.
 An answer after "->" says what to do. "!>" marks the few that do not, because they are Python's or torch's own.
 """
 
@@ -58,7 +59,10 @@ def answer_of_program(code):
         try:
             echelon.simulate(lambda group: exec(program, {**names(), "group": group}), 2, timeout=5.0)
         except Exception as error:
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
+            first = f"{type(error).__name__}: {error}".partition("\n")[0]
+            notes = () if isinstance(error, echelon.EchelonError) else error.__notes__
+            advice = [note for note in notes if not note.startswith(("raised on rank", "on rank"))]
+            return "; ".join([first, *advice])
     warning = caught[0]  # each rank may have its own
     return f"warning: {warning.message}"
 

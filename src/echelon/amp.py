@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.arguments import refuse_others
 from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 
@@ -25,6 +26,7 @@ class GradScaler(torch.amp.GradScaler):
     pipeline returns is scaled: divide it by `get_scale()` before `update`.
     """
 
+    @refuse_others(process_group="group")
     def __init__(
         self,
         group: ProcessGroup,
@@ -55,7 +57,11 @@ class GradScaler(torch.amp.GradScaler):
         self.scale(torch.ones((), device=group.device if device is None else device))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients by the scale. Waits for all ranks: a bad gradient of one counts for all."""
+        """Divides the gradients by the scale. Waits for all ranks: a bad gradient of one counts for all.
+
+        Args:
+            optimizer: the optimizer of this rank.
+        """
         if not self.is_enabled():
             return
         parameters = [one for each in optimizer.param_groups for one in each["params"] if one.numel()]
@@ -76,14 +82,23 @@ class GradScaler(torch.amp.GradScaler):
                 parameter.grad = None
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Makes the optimizer's step if the gradients of all ranks are finite. Waits for all ranks."""
+        """Makes the optimizer's step if the gradients of all ranks are finite. Waits for all ranks. Returns its result.
+
+        Args:
+            optimizer: the optimizer of this rank.
+            args, kwargs: passed on to its `step`.
+        """
         # torch leaves unscaling to optimizers with a kernel for it (fused=True), which know nothing of other ranks.
         if self.is_enabled() and id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapts the scale for the next step, on all ranks alike. Does not wait."""
+        """Adapts the scale for the next step, on all ranks alike. Does not wait.
+
+        Args:
+            new_scale: the scale. None: grown or lowered by what happened since the last update.
+        """
         self._unscaled.clear()
         super().update(new_scale)
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, TypeVar, cast
@@ -124,10 +124,10 @@ def no_attribute(owner: str, name: str, known: Iterable[str], meant: Mapping[str
 
 
 def refuse_others(**meant: str) -> Callable[[_Decorated], _Decorated]:
-    """Returns a decorator of a function, or of a class for its constructor, that refuses unknown arguments with advice.
+    """Returns a decorator of a function, or of a class for its constructor, that refuses wrong arguments with advice.
 
-    It raises InvalidArgument for an unknown keyword, and for an argument that is given twice. Also for a value beyond
-    the last place, if arguments with names alone are left. Python's own errors do not say what to write.
+    It raises InvalidArgument for an unknown keyword, for an argument that is given twice or is missing, and for a value
+    beyond the last place. Python's own errors do not say what to write.
 
     Args:
         meant: as for `no_attribute`: arguments by names that other libraries give them, and advice.
@@ -140,23 +140,28 @@ def refuse_others(**meant: str) -> Callable[[_Decorated], _Decorated]:
         named_only = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY]
         kinds = {each.kind for each in parameters}
         places = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
-        most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds or not named_only else len(places)
+        required = _required(call)
+        most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(places)
         takes_any = inspect.Parameter.VAR_KEYWORD in kinds
 
         @functools.wraps(call)
         def checked(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs:
                 if name in places[: len(args)]:
-                    order = ", ".join(each for each in places if each != "self")
-                    raise InvalidArgument(f"{name} is given by its place and by its name: the order is {order}")
+                    raise InvalidArgument(
+                        f"{name} is given by its place and by its name: the order is {_order(places)}"
+                    )
                 if name not in known and (name in meant or not takes_any):
-                    advice = _advice(name, known, meant) or choices(name, known)
-                    raise InvalidArgument(f"{name} is no argument here: {advice}")
+                    raise InvalidArgument(no_argument(name, known, meant))
             if len(args) > most:
                 value = args[int(most)]
                 keywords = meant.get("kwargs", "").strip() if isinstance(value, Mapping) else ""
-                advice = keywords or f"give it by its name, one of {', '.join(named_only)}"
+                names = f", one of {', '.join(named_only)}" if named_only else ""
+                named_ones = f"give it by its name{names}" if names or takes_any else ""
+                advice = keywords or named_ones or f"the order is {_order(places)}"
                 raise InvalidArgument(f"{shown(value)} has no place here: {advice}")
+            if missing := [name for name in required if name not in places[: len(args)] and name not in kwargs]:
+                raise InvalidArgument(missing_arguments(call, missing))
             return call(*args, **kwargs)
 
         if isinstance(decorated, type):
@@ -165,6 +170,38 @@ def refuse_others(**meant: str) -> Callable[[_Decorated], _Decorated]:
         return cast("_Decorated", checked)
 
     return decorate
+
+
+def no_argument(name: str, known: Collection[str], meant: Mapping[str, str] | None = None) -> str:
+    """Returns the text of an error for an unknown keyword. Arguments as for `no_attribute`."""
+    others = choices(name, known) if known else "leave it out"
+    return f"{name} is no argument here: {_advice(name, known, meant) or others}"
+
+
+def missing_arguments(call: Callable[..., Any], missing: Sequence[str]) -> str:
+    """Returns the text of an error for a call of a function without some required arguments."""
+    required = _required(call)
+    name = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    more = ", ..." if len(_parameters(call)) > len(required) else ""
+    are = "is" if len(missing) == 1 else "are"
+    return f"{_in_words(missing)} {are} missing: write {name}({', '.join(required)}{more})"
+
+
+def _required(call: Callable[..., Any]) -> list[str]:
+    """Returns the arguments that a function cannot do without."""
+    return [each.name for each in _parameters(call) if each.default is each.empty and each.kind not in _REST]
+
+
+def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [each for each in inspect.signature(call).parameters.values() if each.name != "self"]
+
+
+def _order(places: Iterable[str]) -> str:
+    return ", ".join(each for each in places if each != "self")
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _advice(name: str, known: Iterable[str], meant: Mapping[str, str] | None) -> str:

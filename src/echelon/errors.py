@@ -40,6 +40,9 @@ from typing import TypeAlias
 class EchelonError(Exception):
     """Base of all exceptions of Echelon."""
 
+    raised_on: int | None = None
+    """The world's rank whose error this one repeats. None: the error is this rank's own."""
+
     def __reduce__(self) -> tuple[object, ...]:
         # Pickling's default calls the class with the finished message alone, which most __init__ here do not take.
         return _rebuild, (type(self), self.args, self.__dict__)
@@ -160,6 +163,11 @@ class CheckpointError(EchelonError, RuntimeError):
 
 class DeadlockError(EchelonError, RuntimeError):
     """Deadlock: every rank waits for another one."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        """Records the world's ranks that wait for each other. Empty: unknown."""
+        self.ranks = ranks
+        super().__init__(message)
 
 
 class PeerFailed(EchelonError, ConnectionError, RuntimeError):

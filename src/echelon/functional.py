@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from echelon.arguments import refuse_others
 from echelon.backends.admission import check_mode, check_values
 from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import plain
@@ -41,7 +42,17 @@ _GRADIENTS = 3 << 62
 """Sequence number of messages that carry gradients, out of reach of collectives and of transfers between stages."""
 _LINEAR = ("sum", "mean")  # reductions with a gradient that needs no values of the forward
 
+_refuse_others = refuse_others(
+    **dict.fromkeys(("pg", "process_group", "comm"), "group"),
+    **dict.fromkeys(("root", "group_src"), "src"),
+    dim=" rows are those of dim 0: transpose the tensor first",
+    async_op=" a gradient needs the result: leave it out",
+    out=" a new tensor is returned: leave it out",
+    timeout=" the group has it: set group.timeout",
+)
 
+
+@_refuse_others
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Returns `tensor` reduced over all ranks.
 
@@ -66,6 +77,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     raise UnsupportedOp(f"op={op!r} has no gradient: use sum, mean, product, min or max")
 
 
+@_refuse_others
 def reduce(tensor: Tensor, dst: int, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Returns `tensor` reduced over all ranks on rank `dst`. A tensor without elements on other ranks.
 
@@ -87,6 +99,7 @@ def reduce(tensor: Tensor, dst: int, group: ProcessGroup, op: str = "sum") -> Te
     return total / group.world_size if op == "mean" else total
 
 
+@_refuse_others
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
     """Returns the tensor of rank `src`; the gradients of all ranks add up there.
 
@@ -99,6 +112,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
     return _apply(_Broadcast, tensor, group, src)
 
 
+@_refuse_others
 def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Returns the tensors of all ranks, concatenated along dim 0.
 
@@ -111,8 +125,14 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return _apply(_AllGather, tensor, group, _all_sizes(tensor, group))
 
 
+@_refuse_others
 def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
     """Returns the tensors of all ranks on rank `dst`, concatenated along dim 0. A tensor without rows on other ranks.
+
+    Args:
+        tensor: same dtype, and same dims except the first, on every rank.
+        dst: the rank that gets them.
+        group: the ranks.
 
     Raises:
         InvalidRank: `dst` is not a rank of the group.
@@ -126,6 +146,7 @@ def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
     return _apply(_AllToAll, tensor, group, sends, sizes if group.rank == dst else [0 for _ in ranks])
 
 
+@_refuse_others
 def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
     """Returns this rank's part of the tensor of rank `src`, split along dim 0 as torch.tensor_split does.
 
@@ -150,6 +171,7 @@ def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
     return _apply(_AllToAll, mine, group, sizes if group.rank == src else nothing, arrives)
 
 
+@_refuse_others
 def reduce_scatter(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Returns this rank's part of `tensor` reduced over all ranks, split along dim 0 as torch.tensor_split does.
 
@@ -171,6 +193,7 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tens
     return total / group.world_size if op == "mean" else total
 
 
+@_refuse_others
 def all_to_all(
     tensor: Tensor,
     group: ProcessGroup,
@@ -200,6 +223,7 @@ def all_to_all(
     return _apply(_AllToAll, tensor, group, sends, list(out_splits))
 
 
+@_refuse_others
 def send(tensor: Tensor, dst: int, group: ProcessGroup, tag: int = 0) -> Tensor:
     """Sends a tensor to rank `dst`, which receives it by `recv`. Backward receives its gradient.
 
@@ -222,6 +246,7 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup, tag: int = 0) -> Tensor:
     return _apply(_Send, tensor, group, dst, tag, False)
 
 
+@_refuse_others
 def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
     """Returns the next tensor that rank `src` sends by `send`. Backward sends its gradient back.
 
@@ -238,6 +263,7 @@ def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
     return _apply(_Recv, torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled()), group, src, tag, False)
 
 
+@_refuse_others
 def sendrecv(tensor: Tensor, dst: int, src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
     """Sends a tensor to rank `dst` and returns the next one of rank `src`. Backward exchanges gradients the other way.
 

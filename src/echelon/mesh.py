@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Never, NoReturn
 
-from echelon.arguments import choices, named, no_attribute
+from echelon.arguments import choices, named, no_attribute, refuse_others
 from echelon.errors import InvalidArgument, InvalidWorldSize
 from echelon.group.group import ProcessGroup, check_group
 
@@ -14,7 +14,8 @@ _OF_TORCH = {
     "size": "shape",
     "mesh_dim_names": "shape",
     "get_coordinate": "coordinates",
-    "get_local_rank": "coordinates",
+    "get_local_rank": " write mesh['dp'].rank, or mesh.coordinates['dp']",
+    "ndim": " write len(mesh.shape)",
     "get_rank": " write mesh.group.rank",
 }
 """Names that torch's mesh gives to attributes."""
@@ -27,6 +28,12 @@ class Mesh:
     and (1, 3). Every rank of the group must make the same mesh.
     """
 
+    @refuse_others(
+        **dict.fromkeys(
+            ("mesh_dim_names", "mesh_shape", "mesh"), " give each axis by its name: Mesh(group, dp=2, pp=2)"
+        ),
+        device_type=" ranks are on group.device: leave it out",
+    )
     def __init__(self, group: ProcessGroup, *of_torch: Never, **axes: int) -> None:
         """Makes the groups of all axes. Collective: every rank of `group` calls it.
 

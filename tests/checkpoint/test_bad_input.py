@@ -523,7 +523,7 @@ def test_a_step_that_is_older_than_the_newest_is_refused_on_all_ranks(run, tmp_p
         of_rank = "rank 0: " * (rank > 0)
         assert found == [
             *(
-                f"{of_rank}step {step} is older than step 6 in {path}, which the next load() would take: remove "
+                f"{of_rank}step {step} is older than step 6 in {path}, which the next load() would choose: remove "
                 f"the newer ones with `echelon checkpoint remove '{path}' {newer}`, or save into another folder"
                 for step, newer in ((3, "4 6"), (5, "6"))
             ),
@@ -558,6 +558,43 @@ def test_a_load_of_an_older_step_says_that_saves_before_the_newest_will_be_refus
     with pytest.warns(UserWarning, match=f"^{text}$") as caught:
         store.load(model=model, optimizer=torch.optim.AdamW(model.parameters()), step=4)
     assert caught[0].filename == __file__
+
+
+def command_in(text):
+    return re.search("`(.*)`", text)[1]
+
+
+def test_a_load_of_an_older_step_and_a_later_save_name_the_same_steps(store):
+    """The steps between the loaded one and the saved one are of the other run, too."""
+    model = make()
+    objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    for step in (10, 20, 30):
+        store.save(step, **objects)
+    with pytest.warns(UserWarning, match="step 10 is loaded") as warned:
+        store.load(**objects, step=10)
+    with pytest.raises(InvalidArgument, match="step 25 is older than step 30") as refused:
+        store.save(25, **objects)
+    command = command_in(str(warned[0].message))
+    assert command == command_in(str(refused.value)) == f"echelon checkpoint remove {store.path} 20 30"
+    store.save(40, **objects)
+    with pytest.raises(InvalidArgument, match=r"`echelon checkpoint remove \S+ 40`"):
+        store.save(39, **objects)
+
+
+def test_a_step_of_a_newer_version_keeps_older_ones_from_being_saved(store):
+    """The next load would stop at it."""
+    model = make()
+    objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    for step in (10, 20):
+        store.save(step, **objects)
+    manifest = Path(store.path) / "step-00000020" / "manifest.json"
+    manifest.write_bytes(re.sub(rb"\d+", b"99", manifest.read_bytes(), count=1))
+    with pytest.raises(echelon.CheckpointError, match="a newer version of Echelon wrote it"):
+        store.load(**objects)
+    with pytest.warns(UserWarning, match=r"has step 20, .* remove .* 20`"):
+        store.load(**objects, step=10)
+    with pytest.raises(InvalidArgument, match=r"step 15 is older than step 20 .* remove .* 20`"):
+        store.save(15, **objects)
 
 
 # Gradients of no_sync

@@ -144,8 +144,8 @@ def test_an_import_of_a_checkpoint_of_torch(key, tmp_path, capsys):
     assert "which can run any code: is it from a source you trust?" in capsys.readouterr().err
     assert main(["checkpoint", "import", run, "--dcp", saved]) == 2  # as step 0, which no load would take
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"echelon: step 0 is older than step 7 in {run}, which the next load() would take: remove the newer ones with "
-        f"`echelon checkpoint remove {run} 7`, or save into another folder"
+        f"echelon: step 0 is older than step 7 in {run}, which the next load() would choose: remove the newer ones "
+        f"with `echelon checkpoint remove {run} 7`, or save into another folder"
     )
     other = make(0.5)
     its = torch.optim.AdamW(other.parameters())

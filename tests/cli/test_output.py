@@ -107,8 +107,11 @@ def test_run_says_what_it_starts(capfd, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' and len(sys.argv) > 1 else 0)\n")
     assert main(["run", "-n", "2", str(script)]) == 0
-    (line,) = capfd.readouterr().err.splitlines()
+    line, alone = capfd.readouterr().err.splitlines()
     assert line.startswith(f"echelon: starting 2 ranks of {script}, ")
+    assert alone.startswith(
+        "echelon: note: no rank seems to have joined a group, so each of them ran the whole program by itself"
+    )
     assert line.endswith(" each, backend auto")
     assert main(["run", "-q", "-n", "2", str(script), "fail"]) == 3
     assert capfd.readouterr().err == "echelon: rank 1 exited with status 3\n"
@@ -126,3 +129,40 @@ def test_lines_that_another_rank_has_written_are_left_out():
     ):
         assert stream.write(line) == len(line)
     assert target.getvalue() == b"[0] deprecated\n[0] deprecated\n[1] mine\nunmarked\n"
+
+
+SERVED = """
+import os, socket, time
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    server.bind(address)
+    server.listen()
+    server.accept()
+else:
+    for _ in range(1000):
+        try:
+            socket.create_connection(address)
+            break
+        except OSError:
+            time.sleep(0.01)
+"""
+"""Ranks that meet as those of torch do."""
+
+
+@pytest.mark.parametrize("source", [SERVED, "# calls init_process_group(init_method='file:///tmp/meeting')", "-n 1"])
+def test_run_says_nothing_of_ranks_that_meet_or_are_alone(capfd, tmp_path, source):
+    script = tmp_path / "train.py"
+    script.write_text("" if source == "-n 1" else source)
+    assert main(["run", "-n", "1" if source == "-n 1" else "2", str(script)]) == 0
+    assert "joined" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["echelon.init()", "getattr(dist, 'init_' + 'process_group')('gloo'); dist.barrier()"])
+def test_run_finds_groups_of_echelon_and_of_torch(capfd, tmp_path, call):
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch.distributed as dist, echelon\n{call}")
+    assert main(["run", "-n", "2", str(script)]) == 0
+    assert "joined" not in capfd.readouterr().err

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from echelon.cli import main
+from echelon.errors import ScheduleError
 from echelon.pipeline import Costs, Schedule, schedules
+from echelon.pipeline.schedules.recommendation import recommend
 from tests.helpers.commands import imported_by, printed, refusal
 
 PLAN = """\
@@ -185,6 +187,19 @@ def test_compare_prints_a_table(capsys):
     assert first.split() == ["zb-v", "2", "25.5", "24", "0.0", "%", "4", "4", "yes"]
     assert len(others) == len(schedules.names()) - 2
     assert [line.split()[-1] for line in others].count("no") == 5
+
+
+def test_compare_puts_a_schedule_of_a_file_beside_the_named_ones(capsys, tmp_path):
+    path = str(tmp_path / "mine.csv")
+    run(capsys, "zb-h1", "-r", "4", "-m", "8", "--csv", path)
+    found = json.loads(run(capsys, path, "--compare", "--json"))
+    assert (found["num_ranks"], found["num_microbatches"]) == (4, 8)
+    spans = {each["schedule"]: each["span"] for each in found["schedules"]}
+    assert spans["mine"] == spans["zb-h1"]
+    assert len(spans) > 5
+    assert refusal(capsys, "plan", path, "--compare", "-r", "3").startswith(f"-r 3: {path} itself says that")
+    with pytest.raises(ScheduleError, match="mine has 4 ranks and 8 microbatches: compare it with schedules of the "):
+        recommend(Costs(), 4, 9, own=[Schedule.from_csv(path)])
 
 
 def test_compare_counts_memory_and_searches(capsys):

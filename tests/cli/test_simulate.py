@@ -52,6 +52,14 @@ def simulate(capsys):
     return simulate
 
 
+def test_ranks_that_never_communicate_are_told_so(simulate, write):
+    note = "echelon: note: no rank has communicated, so each of them ran the whole program by itself: call group = "
+    script = write("print('alone')")
+    assert simulate("-n", 2, script).err.startswith(note)
+    assert "note" not in simulate("-n", 1, script).err
+    assert "note" not in simulate("-n", 2, write(START + "dist.barrier()")).err
+
+
 def test_a_script_of_torch_distributed_runs_as_each_rank(simulate, write):
     script = write(START + "total = torch.ones(1) * rank\ndist.all_reduce(total)\nprint(total.item(), *sys.argv)")
     ended = simulate("-n", 3, script, "--steps", "2")

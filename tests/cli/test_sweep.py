@@ -62,7 +62,7 @@ def test_bad_text_is_one_line(text, error, capsys):
 
 
 def figures(step, mfu, reserved=1 << 30, fits=True, bubble=None):
-    memory = {"reserved_peak": reserved, "limit": 80 << 30, "fits": fits}
+    memory = {"needed_peak": reserved, "limit": 80 << 30, "fits": fits}
     known = {"step_seconds": step, "mfu": mfu, "bubble": bubble, "memory": memory}
     return {**known, "tokens_per_second": None, "problems": []}
 
@@ -118,7 +118,7 @@ def test_the_table_has_a_line_for_each_combination():
     written = io.StringIO()
     show(sweep([], ["train.py"], EACH, run_all), Console(file=written, width=200))
     assert written.getvalue().splitlines() == [
-        "arguments       step    MFU  reserved        of  fits",
+        "arguments       step    MFU     needs        of  fits",
         "--tp 2        2.00 s  40.0%   1.0 GiB  80.0 GiB   yes",
         "--tp 4        1.00 s  30.0%   1.0 GiB  80.0 GiB   yes",
         "--tp 1     500.00 ms  90.0%  90.0 GiB  80.0 GiB    NO",
@@ -126,6 +126,13 @@ def test_the_table_has_a_line_for_each_combination():
         "--tp 8   rank 0 raised ValueError: 8 does not divide 12",
         "--tp 16  killed by signal 9",
     ]
+
+
+def test_a_size_that_does_not_fit_is_above_the_limit():
+    written = io.StringIO()
+    ended = Ended(1, json.dumps(figures(0.5, 0.9, (80 << 30) + 1, fits=False)), "")
+    show(sweep([], ["train.py"], EACH[:1], lambda _: [ended]), Console(file=written, width=200))
+    assert written.getvalue().splitlines()[1].split()[5:] == ["over", "80.0", "GiB", "80.0", "GiB", "NO"]
 
 
 def test_the_table_has_bubbles_if_a_layout_has_a_pipeline():

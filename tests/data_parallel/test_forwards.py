@@ -193,7 +193,7 @@ def test_steps_of_a_compiled_optimizer_count(pool, own):
     for step, name, message in pool.run(compiled_steps, 2, own, True, timeout=120.0):
         assert name == "CollectiveMismatch"
         assert step in (1, 2)
-        assert "rank 0 1 forwards, 1 optimizer steps; rank 1 1 forwards, 2 optimizer steps" in message
+        assert "rank 0: 1 forward and 1 optimizer step; rank 1: 1 forward and 2 optimizer steps" in message
 
 
 def call_the_module(group, buffers):

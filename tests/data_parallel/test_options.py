@@ -45,7 +45,7 @@ def skip_a_backward(group):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_skips_a_backward_is_told_and_so_are_the_others(run, world_size):
     for message, total in run(skip_a_backward, world_size):
-        assert "rank 0 1 forwards, 0 optimizer steps; rank 1 2 forwards, 0 optimizer steps" in message
+        assert "rank 0: 1 forward and 0 optimizer steps; rank 1: 2 forwards and 0 optimizer steps" in message
         assert "a rank skipped a backward" in message
         assert total == world_size
 
@@ -77,11 +77,11 @@ def test_a_rank_that_skips_forward_and_backward_is_told_and_so_are_the_others(po
         ranks = echelon.simulate(skip_an_iteration, 3, ("most",)).results
     else:
         ranks = pool.run(skip_an_iteration, 3, "most", backend=backend)
-    one, two = "1 forwards, 1 optimizer steps", "1 forwards, 2 optimizer steps"
+    one, two = "1 forward and 1 optimizer step", "1 forward and 2 optimizer steps"
     for rank, (done, message) in enumerate(ranks):
         assert len(done) == (2 if rank == 1 else 1)
         assert done[0] == ranks[0][0][0]
-        assert f"(rank 0 {one}; rank 1 {two}; rank 2 {one})" in message
+        assert f"(rank 0: {one}; rank 1: {two}; rank 2: {one})" in message
 
 
 def test_a_rank_that_draws_another_batch_keeps_the_weights_of_the_others(pool):

@@ -281,6 +281,14 @@ def test_command_says_that_a_script_does_not_fit(script, capfd):
     assert 'foresee smaller batches by --sweep "--batch {4,2,1}"' in shown.err
 
 
+def test_command_says_that_nothing_was_recorded(script, capfd):
+    script.write_text("import os\nprint(os.environ['RANK'])\n")
+    status, shown = run("train.py", capsys=capfd)
+    assert status == 1
+    assert "0.0 us" not in shown.out
+    assert shown.err.startswith("echelon: train.py has nothing to foresee: no operator of torch, no collective and no")
+
+
 def test_command_refuses_a_wrong_option(script, capfd):
     assert run("--gpu", "h1000", "train.py", capsys=capfd)[0] == 2
     assert run("--hosts", "many", "train.py", capsys=capfd)[0] == 2

@@ -53,6 +53,8 @@ def test_memory_is_a_mapping_of_roles_with_a_fullest_one(step):
     memory = MemoryCurves(played, played.memory())
     assert dict(memory) == played.memory()
     assert memory.fullest == 2
+    others = {0: replace(memory[0], fits=False), 2: memory[2]}
+    assert MemoryCurves(played, others).fullest == 0, "the figures shown are those of a rank that does not fit"
     assert max(memory.curve(3).kinds["activations"]) == 90 * MIB
     with pytest.raises(LaunchError, match="below 4"):
         memory.curve(4)

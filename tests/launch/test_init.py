@@ -120,6 +120,44 @@ def test_an_exception_reaches_the_peers_and_the_launcher(script):
     assert err.count("'rank 1 has no key'") == 3, "above and in the traceback, and as the root cause"
 
 
+REPEATED = """
+import sys
+import torch
+import echelon
+
+group = echelon.init()
+if sys.argv[1] == "checkpoint":
+    torch.manual_seed(0)
+    store = echelon.checkpoint.Store(sys.argv[2])
+    store.save(30, model=torch.nn.Linear(2, 2))
+    store.save(20, model=torch.nn.Linear(2, 2))
+elif sys.argv[1] == "mismatch":
+    if group.rank:
+        group.all_reduce(torch.ones(3))
+    group.all_reduce(torch.ones(4))
+else:
+    group.recv(1 - group.rank)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("checkpoint", "is older than step 30"),
+        ("mismatch", "every rank must call the same operations"),
+        ("deadlock", "let one of them send before it receives"),
+    ],
+)
+def test_an_error_that_all_ranks_raise_is_told_once(fault, text, tmp_path):
+    script = tmp_path / "repeated.py"
+    script.write_text(REPEATED)
+    status, _, err = finish(start("-m", "echelon", "run", "-q", "-n", "2", str(script), fault, str(tmp_path / "run")))
+    assert status == 1
+    assert err.count(text) == 1, err
+    assert "direct cause" not in err
+
+
 def test_a_rank_that_dies_ends_the_job(script):
     status, _, err = finish(start("-m", "echelon", "run", "-q", "-n", "2", script, "die"))
     assert status == 137

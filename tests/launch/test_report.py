@@ -42,6 +42,31 @@ def test_a_rank_that_wrote_nothing_has_no_report(tmp_path):
     assert report.read(str(tmp_path / "none.json")) is None
 
 
+ADVICE = {
+    "Torch not compiled with CUDA enabled": "use x.to(group.device) in place of x.cuda(), or run the script for GPUs",
+    "Distributed package doesn't have NCCL built in": "this build of torch has no NCCL: give init_process_group 'gloo'",
+}
+
+
+@pytest.mark.parametrize("text", ADVICE)
+def test_a_known_error_of_torch_is_reported_with_advice(text):
+    error = raised(RuntimeError(text))
+    for _ in range(2):  # a program may raise it again
+        trace = report.describe(0, error).traceback
+    assert trace.count(ADVICE[text]) == 1
+
+
+def test_an_error_of_the_program_s_own_call_is_reported_as_it_is():
+    def scale(x):
+        return x
+
+    for call in (lambda: scale(y=1), lambda: Group().reasons(), lambda: scale(1)(), scale):
+        with pytest.raises(TypeError) as caught:
+            call()
+        report.describe(0, caught.value)
+        assert not hasattr(caught.value, "__notes__")
+
+
 def test_an_error_without_a_message_is_named():
     assert report.summarize(KeyboardInterrupt()) == "KeyboardInterrupt"
 
@@ -304,3 +329,42 @@ def test_a_circle_of_errors_is_described():
     first.__context__, second.__context__ = second, first
     failure = report.describe(1, first)
     assert (failure.summary, failure.blames) == ("raised RuntimeError: first", None)
+
+
+def test_the_lines_of_a_message_are_told_once():
+    error = ValueError("its first line " * 8 + "\nand its second" * 8)
+    failure = report.describe(1, raised(error))
+    trace = failure.told_once(failure.traceback)
+    assert trace.endswith("ValueError: as told above\n")
+    source = 'raise ValueError("' + failure.long_text + '")'
+    assert failure.told_once(source) == source, "a line of the source is no message"
+
+
+def test_a_failure_of_all_ranks_by_the_message_of_one_is_told_once():
+    cause = report.describe(0, raised(echelon.InvalidArgument("step 20 is older")))
+    other = echelon.InvalidArgument("rank 0: step 20 is older")
+    other.raised_on = 0
+    repeated = report.describe(1, raised(other))
+    assert repeated.blames == 0
+    assert report.first_cause([repeated, cause]) is cause
+    (line,) = report.consequences(cause, [repeated])
+    assert line.startswith("rank 1 raised InvalidArgument: rank 0: as told above (")
+
+
+@pytest.mark.parametrize("kind", [echelon.DeadlockError, echelon.CollectiveMismatch])
+def test_an_error_of_several_ranks_is_told_once(kind):
+    def failure(rank, *others):
+        ranks = {"ranks": others} if kind is echelon.DeadlockError else {"rank": others[0]}
+        return report.describe(rank, raised(kind(f"as rank {rank} sees it", **ranks)))
+
+    cause, others = failure(0, 1), [failure(1, 0)]
+    (line,) = report.consequences(cause, others)
+    assert line.startswith(f"rank 1 raised {kind.__name__}, too (")
+    wrapped = report.describe(0, raised(KeyError("of the program, which caught the first error")))
+    (line,) = report.consequences(wrapped, others)
+    assert line.startswith(f"rank 1 raised {kind.__name__}: as rank 1 sees it")
+
+
+def test_ranks_that_fail_at_other_lines_are_not_alike():
+    first, second = (report.RankFailure(rank, 1.0, "raised ValueError: bad", where=f"a.py:{rank}") for rank in (0, 1))
+    assert not report.are_alike([first, second], 2)

@@ -281,6 +281,11 @@ def test_ranks_that_all_fail_alike_have_no_root_cause(script, tmp_path):
     assert "then rank" not in ended.err
     ended = run(2, script("sys.exit(3)"))
     assert ended.err.splitlines()[-1] == "echelon: all 2 ranks failed alike: each exited with status 3"
+    ended = run(
+        2, script(textwrap.dedent(REPORTING) + "raise ValueError('one long line of a message\\n' * 8)"), str(tmp_path)
+    )
+    assert ended.err.count("message one long line") == 7, "not in the traceback, and not at the end"
+    assert re.search(r"all 2 ranks failed alike: each raised ValueError \(.*\), as told above\n$", ended.err)
     ended = run(3, script("sys.exit(3 * (rank > 0))"))
     assert "alike" not in ended.err, "rank 0 ended well"
 

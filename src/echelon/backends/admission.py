@@ -98,7 +98,11 @@ def check_values(tensor: object, what: str, *, takes_sparse: bool = False, takes
     ):
         return
     if not isinstance(tensor, Tensor):
-        raise UnsupportedOp(f"{what} takes a tensor, not {type(tensor).__name__}: pass one, as torch.tensor(x)")
+        is_list = isinstance(tensor, list | tuple) and any(isinstance(each, Tensor) for each in tensor)
+        advice = (
+            "this rank's alone, as results are returned, or torch.cat of them" if is_list else "one, as torch.tensor(x)"
+        )
+        raise UnsupportedOp(f"{what} takes a tensor, not {type(tensor).__name__}: pass {advice}")
     if not has_values(tensor, takes_meta=takes_meta) and not (takes_sparse and _is_sparse(tensor)):
         raise UnsupportedOp(f"{what} takes a {_problem(tensor)}")
 

@@ -79,15 +79,26 @@ class Backend(ABC):
         return None
 
     def aside(self, context: int) -> StreamScope | None:  # noqa: ARG002
-        """Returns the place of a group's asynchronous operation among the streams of a device; None: there are none."""
+        """Returns the place of a group's asynchronous operation among the streams of a device; None: there are none.
+
+        Args:
+            context: number of the group.
+        """
         return None
 
     def compute(self, step: object) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Says that this rank computes `step` inside. A simulated rank takes from that how long it lasts."""
+        """Returns a context in which this rank computes `step`. A simulated rank takes from that how long it lasts.
+
+        Args:
+            step: the step, as a timeline shows it.
+        """
         return nullcontext()
 
     def close(self, timeout: float | None = None) -> None:
         """Drains the sends, tells the peers and frees all resources. May be called twice.
+
+        Args:
+            timeout: seconds for the sends. None: the backend's.
 
         Raises:
             Timeout: a rank did not take all messages in `timeout` seconds (None: the backend's). Everything is freed.
@@ -99,7 +110,11 @@ class Backend(ABC):
             self._end_lanes(seconds)
 
     def abort(self, reason: str, origin: int | None = None) -> None:
-        """Tells every peer that this rank gives up, and frees all resources; see `ControlPlane.abort`."""
+        """Tells every peer that this rank gives up, and frees all resources.
+
+        Args:
+            reason, origin: as of `ControlPlane.abort`.
+        """
         try:
             self.control.abort(reason, origin)
         finally:

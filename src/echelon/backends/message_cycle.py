@@ -109,5 +109,6 @@ def _deadlock(rank: int, text: str, waits: Mapping[int, Status]) -> DeadlockErro
     path = " -> ".join(f"rank {each}" for each in (rank, *waits, rank))
     return DeadlockError(
         f"they wait for each other's messages, {path}: rank {rank} in {text}; {described(waits)}: let one of them send "
-        "before it receives"
+        "before it receives",
+        (rank, *waits),
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
-from echelon.arguments import check_seconds
+from echelon.arguments import check_seconds, no_attribute
 from echelon.backends.admission import check_mode
 from echelon.backends.memory import describe
 from echelon.errors import Timeout, without_frames
@@ -31,7 +31,13 @@ class Message(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Result of a receive from any rank."""
+    """Result of a receive from any rank.
+
+    Args:
+        tensor: the tensor that came.
+        src: the sending rank.
+        tag: the tag of the message.
+    """
 
     tensor: torch.Tensor
     src: int
@@ -70,6 +76,13 @@ class Driver(Protocol):
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Blocks until `work` is completed. False if `timeout` seconds (None: for ever) pass first."""
         ...
+
+
+_MEANT = {
+    **dict.fromkeys(("done", "test", "Test", "is_done", "poll"), "is_completed"),
+    **dict.fromkeys(("Wait", "join", "synchronize", "get"), "wait"),
+}
+"""Names that other libraries give to attributes of a handle."""
 
 
 class Work(Generic[T]):
@@ -111,8 +124,16 @@ class Work(Generic[T]):
         self._when_seen: Callable[[], object] = _nothing
         self._when_taken: Callable[[], object] | None = None
 
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            of_result = (
+                {name: f" wait() returns the tensor: write work.wait().{name}"} if hasattr(torch.Tensor, name) else {}
+            )
+            raise no_attribute("a Work", name, dir(type(self)), of_result | _MEANT)
+
     def is_completed(self) -> bool:
-        """Says whether the operation has ended, with a result or an error. Never blocks."""
+        """Returns whether the operation has ended, with a result or an error. Never blocks."""
         return self.has_ended
 
     def wait(self, timeout: float | None = None) -> T:

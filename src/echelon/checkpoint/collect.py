@@ -30,7 +30,11 @@ TAKEN = {"random", "hook"}
 
 
 class PerRank:
-    """Value in `extra` that each rank has for itself. `load` gives each rank its own back, without the wrapper."""
+    """Value in `extra` that each rank has for itself. `load` gives each rank its own back, without the wrapper.
+
+    Args:
+        value: JSON-like data or tensors of this rank.
+    """
 
     def __init__(self, value: object) -> None:
         """Takes JSON-like data or tensors."""
@@ -56,6 +60,12 @@ class Objects:
 
     def __post_init__(self) -> None:
         self.others = {"scheduler": self.scheduler, "scaler": self.scaler, **self.others}
+
+    @property
+    def are_none(self) -> bool:
+        """Whether there is no object."""
+        given = self.model, self.optimizer, self.scheduler, self.scaler, self.generators, self.loader, self.extra
+        return all(one is None for one in (*given, *self.others.values()))
 
     @property
     def models(self) -> dict[str, Any]:

@@ -116,12 +116,13 @@ class Folder:
         return sorted(each.step for each in self.found() if each.manifest is not None)
 
     def newer_than(self, step: int) -> list[int]:
-        """Returns the steps above one that can be loaded, in rising order. Reads no manifest of the others.
+        """Returns the steps above one that `newest` would not pass over, in rising order. Reads no other manifests.
 
         Raises:
             FileError: the folder is a file, or it or a manifest cannot be read.
         """
-        return sorted(each for each in self._named() if each > step and self.look(each).manifest is not None)
+        found = (self.look(each) for each in self._named() if each > step)
+        return sorted(each.step for each in found if each.manifest is not None or each.is_newer)
 
     def newest(self) -> Manifest | None:
         """Returns the newest manifest; None if there is no checkpoint. Warns of damaged ones that are newer.

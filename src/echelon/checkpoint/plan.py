@@ -70,7 +70,7 @@ def agree(group: ProcessGroup | None, call: dict[str, Any], state: State, run: s
     values = gather(group, mine)
     if error is not None:
         raise error
-    raise_first([value["failed"] for value in values])
+    raise_first([value["failed"] for value in values], group)
     for rank, value in enumerate(values):
         for what, given in value["call"].items():
             if given != values[0]["call"][what]:

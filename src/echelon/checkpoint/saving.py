@@ -38,7 +38,7 @@ _Outcome = dict[str, Any]
 
 
 class Handle:
-    """Save that may be under way."""
+    """Save that may be under way. Made by `Store.save`."""
 
     def __init__(self, step: int, finish: Callable[[], object], is_done: Callable[[], bool]) -> None:
         """`finish` waits for the save; `is_done`: whether it has ended."""
@@ -121,6 +121,7 @@ class Saver:
         wait: bool = True,
         seed: int | None = None,
         layout: Mapping[str, Json] | None = None,
+        since: int | None = None,
     ) -> Handle:
         """Saves a checkpoint. Waits for the last save, if it is under way.
 
@@ -130,6 +131,7 @@ class Saver:
             wait: whether to return after the commit; False: after a copy of the tensors.
             seed: the program's seed, noted in the manifest.
             layout: the program's layout, noted in the manifest.
+            since: the step that the program has loaded or saved last, for the advice about newer ones. None: neither.
 
         Raises:
             FileError: a file cannot be written on some rank, or could not in the last save. All ranks raise it.
@@ -142,7 +144,7 @@ class Saver:
             raise InvalidArgument(f"step={shown(step)}: give a number from 0 on, below {_MAX_STEP:.0e}")
         self.finish()
         self._plan, self._run, own = agree(self._group, {"step": step, "wait": wait}, state, self._run, self._plan)
-        together(self._group, lambda: self._begin(step), self.path)
+        together(self._group, lambda: self._begin(step, step if since is None else min(step, since)), self.path)
         sizes = {"world_size": len(own), **(layout or {})}
         manifest = Manifest(step, seed, self._versions, sizes, self._plan.tensors, state.data, own, ())
         if not wait and not self._is_simulated():
@@ -176,8 +178,8 @@ class Saver:
             # Rank 0's writer reports the failures of others, too, in other words: theirs come first.
             error: EchelonError | None = None
             try:
-                raise_first([None, *outcomes[1:]])
-                raise_first(outcomes[:1])
+                raise_first([None, *outcomes[1:]], self._group)
+                raise_first(outcomes[:1], self._group)
             except (FileError, CheckpointError) as caught:
                 error = caught
             handle._end(error)
@@ -202,8 +204,8 @@ class Saver:
     def _is_simulated(self) -> bool:
         return self._group is not None and self._group.backend.name == "simulated"
 
-    def _begin(self, step: int) -> None:
-        """Makes the draft of a step, on rank 0.
+    def _begin(self, step: int, since: int) -> None:
+        """Makes the draft of a step, on rank 0. All steps after `since` are of another run, if one is newer.
 
         Raises:
             InvalidArgument: the folder has a newer step, or is that of one step.
@@ -221,8 +223,8 @@ class Saver:
             self._lock.close()
             self._lock = None
             raise InvalidArgument(
-                f"step {step} is older than step {newer[-1]} in {self.path}, which the next load() would take: "
-                f"{how_to_go_back(self.path, newer)}"
+                f"step {step} is older than step {newer[-1]} in {self.path}, which the next load() would choose: "
+                f"{how_to_go_back(self.path, folder.newer_than(since))}"
             )
         self._fs.make_folder(draft_of(self.path, step, self._run))
 
@@ -248,7 +250,7 @@ class Saver:
                     remove_draft(self._fs, draft)
             if error is not None:
                 raise error
-            raise_first(outcomes)
+            raise_first(outcomes, self._group)
         files = tuple(StoredFile(each["size"], tuple(each["crc32"])) for each in outcomes)
         together(self._group, lambda: self._commit(manifest._replace(files=files)), draft)
 

@@ -8,7 +8,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Never, NoReturn
 
-from echelon.arguments import check_path, is_count, named, no_attribute
+from echelon.arguments import check_path, is_count, named, no_attribute, refuse_others
 from echelon.checkpoint.collect import Objects, collect
 from echelon.checkpoint.folder import Folder, how_to_go_back
 from echelon.checkpoint.groups import group_of
@@ -24,9 +24,31 @@ from echelon.launch.environment import is_rank
 _MEANT = {
     **dict.fromkeys(("save_checkpoint", "save_state"), "save"),
     **dict.fromkeys(("load_checkpoint", "load_state", "restore"), "load"),
+    **dict.fromkeys(("delete", "remove"), " run echelon checkpoint remove FOLDER STEP, or give Store(keep=)"),
+    **dict.fromkeys(("export", "convert"), " run echelon checkpoint export"),
+    **dict.fromkeys(("wait", "finish", "flush"), " save(wait=False) returns a handle, which has wait()"),
     **dict.fromkeys(("latest", "latest_step"), " load() takes the latest, and steps() lists all"),
 }
 """Names that other libraries have for attributes."""
+_IN_OTHER_STORES = {
+    **dict.fromkeys(("max_to_keep", "keep_last", "keep_last_n", "num_to_keep", "max_checkpoints", "limit"), "keep"),
+    **dict.fromkeys(("save_total_limit", "total_limit", "save_top_k", "keep_n"), "keep"),
+    **dict.fromkeys(("root", "dir", "directory", "folder", "dirpath", "checkpoint_dir", "save_dir"), "path"),
+    "process_group": "group",
+    "async_save": " give it to save(), as wait=False",
+}
+_WAIT = " save returns when the checkpoint is on disk, and with wait=False when its values are copied"
+_IN_OTHER_SAVES = {
+    **dict.fromkeys(("async_save", "async_", "asynchronous", "is_async", "blocking", "block", "non_blocking"), _WAIT),
+    **dict.fromkeys(("path", "filename", "folder", "checkpoint_id"), " the folder is that of Store(path)"),
+    "state_dict": " pass the module itself, as model=",
+}
+_IN_OTHER_LOADS = {
+    **dict.fromkeys(("map_location", "device"), " values go where the object has its tensors: leave it out"),
+    **dict.fromkeys(("weights_only", "mmap"), " nothing is unpickled: leave it out"),
+    **dict.fromkeys(("path", "filename", "folder", "checkpoint_id"), _IN_OTHER_SAVES["path"]),
+}
+"""Names that other libraries have for arguments, and advice."""
 
 
 class Store:
@@ -36,6 +58,7 @@ class Store:
     and shards. It is complete or not there, however a save ends. All ranks call `save` and `load`.
     """
 
+    @refuse_others(**_IN_OTHER_STORES)
     def __init__(
         self, path: str | os.PathLike[str], keep: int | None = None, group: ProcessGroup | None = None
     ) -> None:
@@ -62,6 +85,8 @@ class Store:
         self._group = group
         self._saver: Saver | None = None
         self._saver_group: ProcessGroup | None = None
+        self._since: int | None = None
+        """Step that the run has loaded or saved last."""
 
     def __repr__(self) -> str:
         return f"<Store {self._path!r}, keep={self._keep}>"
@@ -76,6 +101,7 @@ class Store:
         def __getattr__(self, name: str) -> NoReturn:
             raise no_attribute("a Store", name, dir(type(self)), _MEANT)
 
+    @refuse_others(**_IN_OTHER_SAVES)
     def save(
         self,
         step: int,
@@ -121,23 +147,28 @@ class Store:
         if not is_count(step):
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0")
         objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
+        if objects.are_none:
+            raise InvalidArgument(f"nothing to save: pass objects by name, as store.save({step}, model=model)")
         group = self._group_of(objects)
         if group is None and is_rank(os.environ) and os.environ.get("WORLD_SIZE") != "1":
             # Each rank would save for itself, one over the other.
             raise InvalidArgument("there is no group yet: call group = echelon.init() before the first save")
         with _within("Store.save", group):
             found = collect(objects, group)
-            handle = self._open(group).save(step, found.state, wait=wait, seed=found.seed, layout=found.layout)
+            saver = self._open(group)
+            handle = saver.save(step, found.state, wait=wait, seed=found.seed, layout=found.layout, since=self._since)
+        self._since = step
         # Last, here and in `load`: a warning may be an error of one rank, which the others must not wait for.
         parts = filter(None, map(wrapped_by, objects.models.values()))
         if any(each.has_unused for each in parts) and rank_of(group) == 0:
             warnings.warn(
                 f"step {step} is saved without the gradients that backward has accumulated under no_sync(), and a run "
                 "that goes on from it would lose them: save after the optimizer's step",
-                stacklevel=2,
+                stacklevel=3,
             )
         return handle
 
+    @refuse_others(**_IN_OTHER_LOADS)
     def load(
         self,
         *unnamed: Never,
@@ -189,16 +220,22 @@ class Store:
                 objects.check()  # now, rather than at the first save
                 return None
             restore(source, objects, group, strict=strict)
-        if step is not None and optimizer is not None and rank_of(group) == 0:
-            self._warn_of_newer(step)
+        if optimizer is not None:
+            self._since = source.step
+            if step is not None and rank_of(group) == 0:
+                self._warn_of_newer(step)
         return source.step
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, in order. Does not communicate."""
         return Folder(self._path).steps()
 
+    @refuse_others()
     def verify(self, step: int) -> None:
         """Reads every byte of a checkpoint and compares checksums. Does not communicate.
+
+        Args:
+            step: number of the checkpoint.
 
         Raises:
             InvalidArgument: `step` is no number of at least 0.
@@ -224,7 +261,7 @@ class Store:
                 warnings.warn(
                     f"step {step} is loaded, and {self._path} has step {newer[-1]}, so a save of a step before that "
                     f"will be refused: {how_to_go_back(self._path, newer)}",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
 
     def _group_of(self, objects: Objects) -> ProcessGroup | None:

@@ -53,12 +53,12 @@ def together(group: ProcessGroup | None, act: Callable[[], Result], path: str = 
     # Before those of the others, which are text: this one has its type and its traceback.
     if error is not None:
         raise error
-    raise_first(outcomes)
+    raise_first(outcomes, group)
     return result[0]
 
 
-def raise_first(outcomes: Sequence[Mapping[str, Any] | None]) -> None:
-    """Raises the first failure among the outcomes of the ranks.
+def raise_first(outcomes: Sequence[Mapping[str, Any] | None], group: ProcessGroup | None) -> None:
+    """Raises the first failure among the outcomes of the ranks of a group. `group`: None for one rank.
 
     Raises:
         FileError: it was one of the file system.
@@ -68,4 +68,8 @@ def raise_first(outcomes: Sequence[Mapping[str, Any] | None]) -> None:
     for rank, outcome in enumerate(outcomes):
         if outcome is not None and "error" in outcome:
             where = f"rank {rank}: " if len(outcomes) > 1 else ""
-            raise _KINDS[outcome["kind"]](where + outcome["error"])
+            error = _KINDS[outcome["kind"]](where + outcome["error"])
+            # Reports name ranks of the world, and do not repeat the text.
+            if group is not None and rank != group.rank:
+                error.raised_on = group.ranks[rank]
+            raise error

@@ -148,17 +148,40 @@ def _unknown_option(error: Any) -> str:
 
 
 _OF_OTHER_COMMANDS = {
-    **dict.fromkeys(("launch", "start", "train", "torchrun", "spawn"), "echelon run"),
+    **dict.fromkeys(("launch", "start", "train", "torchrun", "spawn", "mpirun", "exec", "elastic"), "echelon run"),
     **{"version": "echelon --version", "help": "echelon --help", "sim": "echelon simulate"},
+    **dict.fromkeys(("debug", "explore", "replay", "emulate"), "echelon simulate"),
+    **dict.fromkeys(("predict", "estimate", "estimate-memory", "memory", "profile", "sweep"), "echelon foresee"),
+    "calibrate": "echelon foresee --calibrate",
+    **dict.fromkeys(("schedule", "schedules", "pipeline", "draw", "search"), "echelon plan"),
+    **dict.fromkeys(("perf", "nccl-tests", "time"), "echelon bench"),
+    **dict.fromkeys(("autotune", "optimize"), "echelon tune"),
+    **dict.fromkeys(("diagnose", "test"), "echelon doctor"),
+    **dict.fromkeys(("info", "collect-env", "collect_env"), "echelon env"),
+    **dict.fromkeys(("ckpt", "checkpoints", "store", "merge-weights", "export", "import", "ls"), "echelon checkpoint"),
 }
+_OF_OTHER_CHECKPOINTS = {
+    **dict.fromkeys(("rm", "delete", "del", "prune", "clean", "clear", "unlink", "rollback"), "remove"),
+    **dict.fromkeys(("list", "show", "dir", "info", "steps", "latest", "inspect", "status"), "ls"),
+    **dict.fromkeys(("check", "fsck", "validate", "test", "scrub"), "verify"),
+    **dict.fromkeys(("convert", "to-hf", "save", "merge", "consolidate", "upload", "copy", "cp"), "export"),
+    **dict.fromkeys(("from-dcp", "load", "read"), "import"),
+}
+"""Commands of Echelon by words for them in other tools."""
 
 
 def _unknown_command(error: Any, words: Sequence[str]) -> str:
     """Returns an error text for a script or another tool's name in place of a command. Empty for other errors."""
-    name = words[0] if words and error.format_message().startswith("No such command") else ""
-    if name.endswith(".py"):
+    if not error.format_message().startswith("No such command"):
+        return ""
+    if is_of_checkpoint := error.ctx is not None and error.ctx.command.name == "checkpoint":
+        words = words[words.index("checkpoint") + 1 :]
+    name = words[0]
+    if name.endswith(".py") and not is_of_checkpoint:
         return f"No such command '{name}': to run a script on 2 ranks, write echelon run -n 2 {name}"
-    return f"No such command '{name}'; did you mean {other}?" if (other := _OF_OTHER_COMMANDS.get(name)) else ""
+    other = _OF_OTHER_CHECKPOINTS.get(name) if is_of_checkpoint else _OF_OTHER_COMMANDS.get(name)
+    place = "echelon checkpoint " if is_of_checkpoint else ""
+    return f"No such command '{name}'; did you mean {place}{other}?" if other else ""
 
 
 def _bad_number(error: Any, words: Sequence[str]) -> str:

@@ -67,7 +67,9 @@ class PlanOptions:
         str | None, value("MEMORY", "Activations restored by recomputation.  [default: 0]")
     ] = None
     memory_limit: Annotated[str | None, value("N", "Most microbatches whose activations a rank may hold.")] = None
-    compare: Annotated[bool, typer.Option("--compare", help="Compare all schedules.")] = False
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare all schedules, and that of a .csv file if one is given.")
+    ] = False
     search: Annotated[bool, typer.Option("--search", help="Search for the fastest schedule.")] = False
     parameters: Annotated[str | None, value("MEMORY", "With --compare: parameter memory per rank.  [default: 0]")] = (
         None
@@ -120,14 +122,15 @@ class PlanOptions:
             ScheduleError: an option is missing, or does not go with another.
         """
         request = "--compare" if self.compare else "--search" if self.search else None
-        if self.schedule is not None and request is not None:
+        # A file is put beside the named schedules.
+        if self.schedule is not None and request is not None and not (self.is_file and self.compare):
             raise ScheduleError(f"{self.schedule} and {request} are two requests: give one of them")
         if self.schedule is None and request is None:
             names = ", ".join(schedules.names())
             raise ScheduleError(f"no schedule was named: give one of {names}, a .csv file, --search or --compare")
         if self.is_file:
             self._refuse(f"{self.schedule} itself says that; leave it out", "num_ranks", "chunks", "group_size")
-        elif self.compare:
+        if self.compare:
             reason = "--compare takes all schedules, with one chunk and with two; leave it out"
             self._refuse(reason, "chunks", "group_size")
             self._refuse("--compare has many schedules; name the one to write", "svg", "png", "html", "chrome", "csv")
@@ -199,7 +202,10 @@ def plan(options: PlanOptions) -> None:
 
 
 def _compare(options: PlanOptions) -> None:
-    num_ranks, num_microbatches = options.sizes
+    own = [_read(options)] if options.is_file else []
+    for schedule in own:
+        schedule.check()
+    num_ranks, num_microbatches = (own[0].num_ranks, own[0].num_microbatches) if own else options.sizes
     with working("searching and comparing schedules" if options.search else "comparing schedules"):
         found = recommend(
             options.costs,
@@ -207,6 +213,7 @@ def _compare(options: PlanOptions) -> None:
             num_microbatches,
             options.limit,
             search=options.search,
+            own=own,
             **given(options, ("parameters",), amount),
             **given(options, ("capacity",), one_number),
         )
@@ -246,9 +253,20 @@ def _make(options: PlanOptions) -> _Made:
     assert options.schedule is not None, "checked"
     if not options.is_file:
         return _Made(schedules.build(options.schedule, *options.sizes, options.chunks, options.group_size), costs)
+    return _Made(_read(options), costs)
+
+
+def _read(options: PlanOptions) -> Schedule:
+    """Reads the schedule of a .csv file.
+
+    Raises:
+        ScheduleError: the file holds no schedule.
+        FileError: it cannot be read.
+    """
+    assert options.schedule is not None, "checked"
     # A binary file is a slip that Python reports by a UnicodeDecodeError of many lines.
     try:
-        return _Made(Schedule.from_csv(options.schedule, options.num_microbatches), costs)
+        return Schedule.from_csv(options.schedule, options.num_microbatches)
     except UnicodeDecodeError:
         raise ScheduleError(f"cannot read {options.schedule}: it is not text; give what --csv writes") from None
 

@@ -15,7 +15,7 @@ from echelon.cli.options import Chrome, Html, Png, check_suffixes, value
 from echelon.cli.output import write_files
 from echelon.cli.run import console, no_ranks, note_misplaced
 from echelon.errors import InvalidWorldSize, LaunchError
-from echelon.launch.run import Console, MarkedStream, Program
+from echelon.launch.run import BY_ITSELF, Console, MarkedStream, Program
 from echelon.wording import counted
 
 if TYPE_CHECKING:
@@ -160,6 +160,8 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) ->
             shown.say(f"rank {rank}: peak of {_in_units(peak)}")
     for path in written:
         shown.say(f"wrote {path}")
+    if len(simulation.results) > 1 and not simulation.bytes_sent:
+        shown.say(f"note: no rank has communicated, so {BY_ITSELF}")
     shown.say(_summary(simulation))
     return 0
 

@@ -125,12 +125,14 @@ def show(entries: Sequence[Entry], console: Console) -> None:
     has_tokens = any(entry.figures and entry.figures["tokens_per_second"] for entry in entries)
     has_bubbles = any(entry.figures and entry.figures["bubble"] is not None for entry in entries)
     heads = "arguments", "step", *["tokens/s"] * has_tokens, "MFU", *["bubble"] * has_bubbles
-    rows = [[*heads, "reserved", "of", "fits"]]
+    rows = [[*heads, "needs", "of", "fits"]]
     for entry in entries:
         if (figures := entry.figures) is None:
             continue
         memory = figures["memory"]
-        sizes = [size_text(memory[name]) for name in ("reserved_peak", "limit")]
+        # That of a rank which does not fit, if there is one. The device reserves no more than it has.
+        needs, limit = (size_text(memory[name]) for name in ("needed_peak", "limit"))
+        sizes = [f"over {limit}" if needs == limit and not memory["fits"] else needs, limit]
         tokens = [f"{figures['tokens_per_second'] or 0:,.0f}"] * has_tokens
         # A layout without a pipeline has no messages, and so no bubble.
         bubble = ["-" if figures["bubble"] is None else f"{figures['bubble']:.1%}"] * has_bubbles

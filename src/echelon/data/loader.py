@@ -47,7 +47,7 @@ class DataLoader(TorchDataLoader[Any]):
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
     ) -> None:
-        """Makes the loader of one rank. Arguments that are not listed are torch's.
+        """Makes the loader of one rank.
 
         Args:
             dataset: the samples, with a length.
@@ -56,6 +56,8 @@ class DataLoader(TorchDataLoader[Any]):
             group: the data-parallel ranks. Default: those of `echelon.init()`, or of the simulated ranks.
             seed: seed of the orders and of the workers, the same on all ranks.
             drop_last: leave out the last samples of an epoch if not all ranks would have a whole batch.
+            num_workers, collate_fn, pin_memory, timeout, worker_init_fn, prefetch_factor, persistent_workers: as of
+                torch's DataLoader.
 
         Raises:
             InvalidArgument: an argument has a wrong type or value, or there is no group.

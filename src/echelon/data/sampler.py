@@ -121,6 +121,7 @@ class DistributedSampler(Sampler[int]):
         """Number of the epoch of the next sample, from 0."""
         return self.place.epoch
 
+    @refuse_others()
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch. Does nothing within that epoch, and is not needed.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Never, get_args
 
 import torch
 
-from echelon.arguments import check_bucket_mb, choices, named
+from echelon.arguments import check_bucket_mb, choices, named, no_attribute, refuse_others
 from echelon.backends.admission import check_values
 from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_module, check_same_model
 from echelon.data_parallel.gradient_sync import GradientSync, take_over
@@ -25,6 +25,14 @@ from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientRe
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
+
+_MEANT = {
+    "backward": " call loss.backward()",
+    "step": " call optimizer.step()",
+    "register_comm_hook": " give it as DDP(model, group, hook=)",
+    "clip_grad_norm_": " call torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)",
+}
+"""Names that other wrappers give to attributes, with advice."""
 
 
 class ModuleProxy(torch.nn.Module):
@@ -42,19 +50,31 @@ class ModuleProxy(torch.nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yields the module's parameters under the module's names."""
+        """Yields the module's parameters under the module's names.
+
+        Args:
+            prefix, recurse, remove_duplicate: as of torch.nn.Module.named_parameters.
+        """
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the module's buffers under the module's names."""
+        """Yields the module's buffers under the module's names.
+
+        Args:
+            prefix, recurse, remove_duplicate: as of torch.nn.Module.named_buffers.
+        """
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yields the module and its submodules under the module's names."""
+        """Yields the module and its submodules under the module's names.
+
+        Args:
+            memo, prefix, remove_duplicate: as of torch.nn.Module.named_modules.
+        """
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,6 +85,14 @@ class ModuleProxy(torch.nn.Module):
         """Loads a state_dict of the bare module, on this rank only.
 
         Load the same on every rank, or call broadcast_parameters() afterwards.
+
+        Args:
+            state_dict: tensors by the module's own names.
+            strict: whether missing and unknown names are an error.
+            assign: not supported.
+
+        Returns:
+            The missing and the unexpected names, as torch.nn.Module.load_state_dict does.
 
         Raises:
             ValueError: assign=True, which would replace the parameters that have the hooks.
@@ -84,6 +112,8 @@ class ModuleProxy(torch.nn.Module):
         own = self.__dict__.get("_modules", {})
         if name == "module" or "module" not in own:
             return super().__getattr__(name)
+        if name in _MEANT and not hasattr(own["module"], name):
+            raise no_attribute("a DistributedDataParallel", name, (), _MEANT)
         return getattr(own["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -118,6 +148,7 @@ class DistributedDataParallel(ModuleProxy):
     Not supported, and refused: sparse gradients, `backward(create_graph=True)`.
     """
 
+    @refuse_others()
     def __init__(
         self,
         module: torch.nn.Module,
@@ -214,6 +245,7 @@ class DistributedDataParallel(ModuleProxy):
             self.broadcast_parameters(sync.joining.last_active)
             sync.reducer.counts.forget()
 
+    @refuse_others(timeout=" the group has it: set group.timeout")
     def sync_gradients(self) -> None:
         """Replaces all gradients by their mean over all ranks. Blocks until it is done. Works under `no_sync`, too.
 
@@ -224,8 +256,12 @@ class DistributedDataParallel(ModuleProxy):
         """
         self._sync.reduce()
 
+    @refuse_others(root="src", root_rank="src", timeout=" the group has it: set group.timeout")
     def broadcast_parameters(self, src: int = 0) -> None:
         """Copies the parameters and buffers of rank `src` to all ranks, in place. Blocks until it is done.
+
+        Args:
+            src: rank of the group whose values all ranks get.
 
         Raises:
             InvalidRank: `src` is not a rank of the group.

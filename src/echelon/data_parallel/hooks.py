@@ -54,10 +54,19 @@ class GradientHook:
         group.all_reduce(bucket.gradients, "mean")
 
     def before_forward(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Called in the caller's thread before each training forward outside `no_sync`. Does nothing by default."""
+        """Called in the caller's thread before each training forward outside `no_sync`. Does nothing by default.
+
+        Args:
+            parameters: the model's parameters, in the order of the module.
+            group: the ranks.
+        """
 
     def at_end(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Called when all ranks have left `join`, before they copy the last rank's parameters."""
+        """Called when all ranks have left `join`, before they copy the last rank's parameters. Does nothing by default.
+
+        Args:
+            parameters, group: as for `before_forward`.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the values of this rank that the next reduction depends on. Empty by default: there are none.
@@ -81,13 +90,21 @@ class CompressTo(GradientHook):
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Takes torch.float16 (11 significant bits) or torch.bfloat16 (8, with the range of float32)."""
+        """Chooses the dtype that is sent.
+
+        Args:
+            dtype: torch.float16 (11 significant bits) or torch.bfloat16 (8, with the range of float32).
+        """
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype={dtype}: compress to torch.float16 or torch.bfloat16")
         self._sent_as = dtype
 
     def reduce(self, bucket: GradientBucket, group: ProcessGroup) -> None:
-        """Sends each part to the rank that adds it up, and the means to all. Blocks until it is done."""
+        """Sends each part to the rank that adds it up, and the means to all. Blocks until it is done.
+
+        Args:
+            bucket, group: as for `GradientHook.reduce`.
+        """
         gradients = bucket.gradients
         if gradients.is_complex():
             gradients = torch.view_as_real(gradients).view(-1)
@@ -140,22 +157,38 @@ class LocalSGD(GradientHook):
         self._weight = 0.0
 
     def reduce(self, bucket: GradientBucket, group: ProcessGroup) -> None:  # noqa: ARG002
-        """Leaves the gradients and counts the step. Never blocks."""
+        """Leaves the gradients and counts the step. Never blocks.
+
+        Args:
+            bucket, group: as for `GradientHook.reduce`.
+        """
         if bucket.number == 0:  # once per reduction, which calls this for every bucket
             self._steps += 1
             self._weight += bucket.weight
 
     def before_forward(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Averages the parameters if `period` steps have been made since the last average. Blocks if so."""
+        """Averages the parameters if `period` steps have been made since the last average. Blocks if so.
+
+        Args:
+            parameters, group: as for `GradientHook.before_forward`.
+        """
         if self._steps >= self._period:
             self.average(parameters, group)
 
     def at_end(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Averages the parameters, so that no rank's last steps are lost. Blocks."""
+        """Averages the parameters, so that no rank's last steps are lost. Blocks.
+
+        Args:
+            parameters, group: as for `GradientHook.before_forward`.
+        """
         self.average(parameters, group)
 
     def average(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Replaces each parameter by its mean over all ranks. Blocks until it is done. Every rank must call it."""
+        """Replaces each parameter by its mean over all ranks. Blocks until it is done. Every rank must call it.
+
+        Args:
+            parameters, group: as for `GradientHook.before_forward`.
+        """
         total = group.all_reduce(torch.tensor(self._weight, dtype=torch.float64, device="cpu")).item()
         # The mean divides by world_size; multiplied by this share before, it is the mean weighted by samples.
         share = self._weight * group.world_size / total if total else 1.0
@@ -206,7 +239,11 @@ class PowerSGD(GradientHook):
         self._bases: dict[str, Tensor] = {}
 
     def reduce(self, bucket: GradientBucket, group: ProcessGroup) -> None:
-        """Reduces a bucket in three collectives: all P, all whole gradients, all Q. Blocks until it is done."""
+        """Reduces a bucket in three collectives: all P, all whole gradients, all Q. Blocks until it is done.
+
+        Args:
+            bucket, group: as for `GradientHook.reduce`.
+        """
         self._num_reductions += bucket.number == 0  # once per reduction, which calls this for every bucket
         if self._num_reductions <= self._start_after:
             super().reduce(bucket, group)

@@ -14,6 +14,7 @@ import torch
 from echelon.backends.memory import new_tensor
 from echelon.errors import CollectiveMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
+from echelon.wording import counted
 
 
 class Summary(NamedTuple):
@@ -118,7 +119,9 @@ class StepCounts:
         )
 
     def __str__(self) -> str:
-        return f"{self.num_forwards} forwards, {self.num_steps} optimizer steps" if self._counts else ""
+        if not self._counts:
+            return ""
+        return f"{counted(self.num_forwards, 'forward')} and {counted(self.num_steps, 'optimizer step')}"
 
 
 def mismatch(mine: str, group: ProcessGroup) -> CollectiveMismatch:
@@ -130,7 +133,7 @@ def mismatch(mine: str, group: ProcessGroup) -> CollectiveMismatch:
     """
     # The summary holds sums only, so the error costs a collective of its own to name each rank's counts.
     told = [str(each) for each in group.all_gather_object(mine)]
-    counts = "; ".join(f"rank {rank} {each}" for rank, each in zip(group.ranks, told, strict=True) if each)
+    counts = "; ".join(f"rank {rank}: {each}" for rank, each in zip(group.ranks, told, strict=True) if each)
     return CollectiveMismatch(
         f"the ranks did not do the same since gradients were last reduced ({counts}): a rank skipped a backward; "
         "run it on all ranks or on none, or call sync_gradients() in its place"

@@ -59,7 +59,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Replaces every BatchNorm1d, 2d and 3d inside `module`. Returns `module`, or its replacement if it is one.
 
         Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
-        Without a group it is that of `echelon.init()`, or of the simulated rank.
+
+        Args:
+            module: the model, changed in place.
+            group: the ranks whose batches are normalised together. Default: those of `echelon.init()`, or the simulated
+                ranks.
 
         Raises:
             InvalidArgument: `module` is no instance of a module, or there is no group.
@@ -86,7 +90,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return new.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises each feature. In training, blocks for one collective and updates the running statistics.
+        """Returns `input` with each feature normalised.
+
+        In training, blocks for one collective and updates the running statistics.
+
+        Args:
+            input: [batch, num_features, ...], of a floating-point dtype.
 
         Raises:
             SizeMismatch: `input` has not `num_features` features in dim 1.

@@ -12,12 +12,12 @@ parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast, overload
 
 import torch
 from torch import Tensor
 
-from echelon.arguments import check_bucket_mb, named, refuse_others
+from echelon.arguments import check_bucket_mb, named, no_attribute, refuse_others
 from echelon.backends.admission import check_values, has_values
 from echelon.backends.memory import describe
 from echelon.data_parallel.broadcast import check_same_lines, kind_of
@@ -147,6 +147,16 @@ class Shard(NamedTuple):
     """Elements of the piece, in the order of the parameter's memory."""
 
 
+_MEANT = {
+    "consolidate_state_dict": " save it by echelon.checkpoint.Store, which any number of ranks loads",
+    "backward": " call loss.backward()",
+    **dict.fromkeys(
+        ("clip_grad_norm_", "clip_master_grads"), " call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+    ),
+}
+"""Names that other sharded optimizers give to attributes, with advice."""
+
+
 class ZeroOptimizer(torch.optim.Optimizer):
     """Optimizer whose state is sharded over the ranks of a group: the same result with 1/world_size of the state.
 
@@ -159,8 +169,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     8 + 8 / world_size bytes per parameter: value, gradient, and its shard of two moments.
     """
 
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("a ZeroOptimizer", name, dir(type(self)) if name[:1] != "_" else (), _MEANT)
+
     @refuse_others(
         process_group="group",
+        learning_rate="lr",
         parameters_as_bucket_view=" buckets are used always: leave it out",
         overlap_with_ddp=" gradients are taken as DDP leaves them: leave it out",
     )
@@ -272,6 +288,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The state may come from this optimizer, on any number of ranks, or from the plain optimizer.
 
+        Args:
+            state_dict: a whole state, as `state_dict` returns it.
+
         Raises:
             ValueError: it belongs to other parameters.
         """
@@ -311,6 +330,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, which are cut into shards of their own. Blocks; every rank must do the same.
+
+        Args:
+            param_group: a dict with "params" and options, as of any optimizer; the same on every rank.
 
         Raises:
             CollectiveMismatch, UnsupportedOp: as when the optimizer is made.

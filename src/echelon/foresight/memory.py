@@ -75,8 +75,11 @@ class MemoryCurves(Mapping[int, Memory]):
 
     @property
     def fullest(self) -> int:
-        """Rank of the role with the highest peak of tensors. The lowest rank if several have it."""
-        return max(self.memories, key=lambda rank: (self.memories[rank].live_peak, -rank))
+        """Rank of the role with the highest peak of tensors, among the roles that do not fit if there are such ones.
+
+        The lowest rank if several have it.
+        """
+        return max(self, key=lambda rank: (not self[rank].fits, self[rank].live_peak, -rank))
 
     @property
     def of_hosts(self) -> tuple[int, ...]:

@@ -143,6 +143,7 @@ class Report:
                 "rank": self.fullest,
                 "live_peak": fullest.live_peak,
                 "reserved_peak": fullest.reserved_peak,
+                "needed_peak": fullest.needed_peak,
                 "limit": played.device.memory_bytes,
                 "kinds": dict(fullest.kinds_at_peak),
                 "fits": self.fits,
@@ -237,6 +238,8 @@ class Report:
             table.add_row(kind, f"{size / unit:.2f}")
         table.add_row("tensors", f"{memory.live_peak / unit:.2f}")
         table.add_row("reserved", f"{memory.reserved_peak / unit:.2f}")
+        if not memory.fits:
+            table.add_row("needed, at least", f"{memory.needed_peak / unit:.2f}")
         verdict = "fits" if self.fits else "DOES NOT FIT"
         table.add_row(f"{verdict} into", f"{limit / unit:.2f}")
         if memory.host_peak >= unit / 10:

@@ -54,6 +54,11 @@ _LARGE = 1 << 20
 """Bytes in a step from which on copies, or operators of the host, are worth an assumption: they take 20 us."""
 _NO_CHANGE = 5e-4
 """Share of the step below which a change does not count."""
+_NOTHING = (
+    "has nothing to foresee: no operator of torch, no collective and no step of an optimizer was recorded: give the "
+    "script that trains, with the arguments that make it train"
+)
+"""End of the line about a script whose step takes no time."""
 
 _OF_OTHERS = dict.fromkeys(("nodes", "nnodes", "num_nodes"), "hosts") | {"device": "gpu"}
 """Names that other tools give to arguments."""
@@ -154,11 +159,10 @@ class Foreseen:
     @cached_property
     def problems(self) -> list[Problem]:
         """Problems that do not keep the program from running, and too little memory."""
-        lacking = [rank for rank, memory in self.memory.items() if not memory.fits]
-        if not lacking:
+        if self.fits:
             return list(self.found)
-        fullest = max(lacking, key=lambda rank: self.memory[rank].live_peak)
-        others = len(lacking) - 1
+        fullest = self.memory.fullest
+        others = sum(not memory.fits for memory in self.memory.values()) - 1
         too = f" ({others} other role{'s do' if others > 1 else ' does'} not fit either)" if others else ""
         return [Problem("out of memory", self._too_little(fullest) + too), *self.found]
 
@@ -329,15 +333,13 @@ class Foreseen:
     def _too_little(self, rank: int) -> str:
         """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""
         memory = self.memory[rank]
-        # A full device reserves no more than it has, and blocks that are free but too small keep others from fitting.
-        needed = max(memory.live_peak, memory.reserved_peak)
         # Less would read 0.0.
         kinds = ", ".join(
             f"{kind} {size / _GIB:.1f}" for kind, size in memory.kinds_at_peak.items() if size > _GIB // 20
         )
         lines = "; ".join(f"{size / _GIB:.2f} GiB {where}" for where, size in self.largest_at_peak(rank)[:_LISTED])
         return (
-            f"rank {rank} needs at least {needed / _GIB:.1f} GiB, {with_article(self.device.name)} has "
+            f"rank {rank} needs at least {memory.needed_peak / _GIB:.1f} GiB, {with_article(self.device.name)} has "
             f"{self.device.memory_bytes / _GIB:.1f}: tensors at the peak in GiB: {kinds}; the largest: {lines}: use a "
             "smaller batch, activation checkpointing, or more ranks"
         )
@@ -470,6 +472,8 @@ def foresee_script(program: Program, world_size: int, console: Console, **option
         if not script.has_begun:
             raise
         return Outcome(None, failure_of(error, script))
+    if not foreseen.step_seconds:  # a sweep would take it for the fastest step of all
+        return Outcome(None, Failure(1, None, f"{program.name} {_NOTHING}"))
     return Outcome(foreseen)
 
 

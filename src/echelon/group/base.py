@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from echelon.arguments import check_seconds
+from echelon.arguments import check_seconds, shown
 from echelon.backends.base import Backend
 from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import check_dense, check_tensor, wrong_device
@@ -84,5 +84,5 @@ class GroupBase:
 
     def _tag(self, tag: int) -> Tag:
         if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
-            raise SizeMismatch(f"a tag from 0 to {_MAX_TAG}", repr(tag), advice="choose another")
+            raise SizeMismatch(f"a tag from 0 to {_MAX_TAG}", shown(tag), advice="choose another")
         return Tag(self.context, 0, tag)

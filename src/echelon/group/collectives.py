@@ -33,7 +33,7 @@ class Collectives(GroupBase):
             async_op: Return a Work at once. `tensor` must not be used until the Work is done.
             timeout: Seconds for the whole operation.
         """
-        if timeout is None and not async_op and (done := self._run_known("all_reduce", -1, op, tensor, None)):
+        if timeout is None and async_op is False and (done := self._run_known("all_reduce", -1, op, tensor, None)):
             return tensor if done is True else self._runner.go_on(done, tensor, None)
         return self._runner.call("all_reduce", tensor, op, async_op=async_op, timeout=timeout, writes=True)
 
@@ -52,7 +52,7 @@ class Collectives(GroupBase):
             tensor, op, async_op, timeout: As in `all_reduce`.
             dst: Rank that gets the result.
         """
-        if timeout is None and not async_op and (done := self._run_known("reduce", dst, op, tensor, None)):
+        if timeout is None and async_op is False and (done := self._run_known("reduce", dst, op, tensor, None)):
             return tensor if done is True else self._runner.go_on(done, tensor, None)
         self._check_rank(dst, "dst")
         is_dst = self.rank == dst
@@ -72,7 +72,7 @@ class Collectives(GroupBase):
             src: Rank that sends its tensor.
             async_op, timeout: As in `all_reduce`.
         """
-        if timeout is None and not async_op and (done := self._run_known("broadcast", src, "", tensor, None)):
+        if timeout is None and async_op is False and (done := self._run_known("broadcast", src, "", tensor, None)):
             return tensor if done is True else self._runner.go_on(done, tensor, None)
         self._check_rank(src, "src")
         is_src = self.rank == src
@@ -104,7 +104,7 @@ class Collectives(GroupBase):
         Raises:
             SizeMismatch: `out` does not have the shape and dtype of the result.
         """
-        if timeout is None and not async_op and (done := self._run_known("all_gather", -1, "", tensor, out)):
+        if timeout is None and async_op is False and (done := self._run_known("all_gather", -1, "", tensor, out)):
             return cast("Tensor", out) if done is True else self._runner.go_on(done, tensor, out)
         return self._runner.call("all_gather", tensor, out=out, async_op=async_op, timeout=timeout)
 
@@ -137,7 +137,7 @@ class Collectives(GroupBase):
         """
         # All ranks may pass `out`, as programs that are the same on every rank do.
         out = out if self.rank == dst else None
-        if timeout is None and not async_op and (done := self._run_known("gather", dst, "", tensor, out)):
+        if timeout is None and async_op is False and (done := self._run_known("gather", dst, "", tensor, out)):
             return out if done is True else self._runner.go_on(done, tensor, out)
         self._check_rank(dst, "dst")
         return self._runner.call("gather", tensor, "", dst, out=out, async_op=async_op, timeout=timeout)
@@ -172,7 +172,7 @@ class Collectives(GroupBase):
         """
         if self.rank != src:
             tensor = None
-        if timeout is None and not async_op and (done := self._run_known("scatter", src, "", tensor, out)):
+        if timeout is None and async_op is False and (done := self._run_known("scatter", src, "", tensor, out)):
             return cast("Tensor", out) if done is True else self._runner.go_on(done, tensor, out)
         self._check_rank(src, "src")
         if self.rank == src:
@@ -219,7 +219,7 @@ class Collectives(GroupBase):
         Raises:
             SizeMismatch: `out` does not have the shape and dtype of this rank's part, or `tensor` has no dims.
         """
-        if timeout is None and not async_op and (done := self._run_known("reduce_scatter", -1, op, tensor, out)):
+        if timeout is None and async_op is False and (done := self._run_known("reduce_scatter", -1, op, tensor, out)):
             return cast("Tensor", out) if done is True else self._runner.go_on(done, tensor, out)
         if isinstance(tensor, Tensor) and tensor.dim() == 0:
             raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter", "reshape it")
@@ -269,7 +269,7 @@ class Collectives(GroupBase):
             CollectiveMismatch: the received numbers of rows differ from `out_splits`.
         """
         has_splits = in_splits is not None or out_splits is not None
-        runs_here = timeout is None and not async_op and not has_splits
+        runs_here = timeout is None and async_op is False and not has_splits
         if runs_here and (done := self._run_known("all_to_all", -1, "", tensor, out)):
             return cast("Tensor", out) if done is True else self._runner.go_on(done, tensor, out)
         sends, expected = check_splits(in_splits, "in_splits"), check_splits(out_splits, "out_splits")
@@ -315,12 +315,12 @@ class Collectives(GroupBase):
     @overload
     def barrier(self, *, async_op: Yes, timeout: Seconds = ...) -> Work[None]: ...
     def barrier(self, async_op: bool = False, timeout: Seconds = None) -> Work[None] | None:
-        """Blocks until every rank has called it.
+        """Blocks until every rank has called it. Returns None, or a Work with `async_op`.
 
         Args:
             async_op, timeout: As in `all_reduce`.
         """
-        if timeout is None and not async_op and (done := self._run_known("barrier", -1, "", None, None)):
+        if timeout is None and async_op is False and (done := self._run_known("barrier", -1, "", None, None)):
             return None if done is True else self._runner.go_on(done, None, None)
         return self._runner.call("barrier", None, async_op=async_op, timeout=timeout)
 

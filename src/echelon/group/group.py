@@ -48,7 +48,10 @@ _MEANT = {
     **{"new_group": "subgroup", "Split": "subgroup", "Create": "subgroup", "destroy_process_group": "close"},
     **{"destroy": "close", "Free": "close", "Abort": "abort", "Allgather": "all_gather", "Alltoall": "all_to_all"},
     **dict.fromkeys(("is_main_process", "is_global_zero"), " write group.rank == 0"),
-    **{"bcast": "broadcast", "local_rank": " it is in the environment, as LOCAL_RANK, and chooses group.device"},
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_tensor"), "all_gather"),
+    **{"reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all", "monitored_barrier": "barrier"},
+    **{"broadcast_coalesced": " call broadcast for each tensor", "bcast": "broadcast"},
+    **{"local_rank": " it is in the environment, as LOCAL_RANK, and chooses group.device"},
 }
 """Names that torch and mpi4py give to attributes of a group."""
 
@@ -254,6 +257,9 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
     def when_closed(self, callback: Callable[[], object]) -> None:
         """Registers a function that is called once, after this group has closed or aborted.
+
+        Args:
+            callback: called without arguments. Its result is dropped.
 
         Raises:
             InvalidArgument: `callback` cannot be called.

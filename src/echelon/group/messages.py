@@ -28,7 +28,11 @@ _MAX_KNOWN = 256
 
 
 class SendTo(NamedTuple):
-    """Send of a batch, to rank `dst`."""
+    """Send of a batch, to rank `dst`.
+
+    Args:
+        tensor, dst, tag: as in `ProcessGroup.send`.
+    """
 
     tensor: Tensor
     dst: int
@@ -36,7 +40,11 @@ class SendTo(NamedTuple):
 
 
 class RecvFrom(NamedTuple):
-    """Receive of a batch, from rank `src`, into `out` or a new tensor (None)."""
+    """Receive of a batch, from rank `src`, into `out` or a new tensor (None).
+
+    Args:
+        src, tag, out: as in `ProcessGroup.recv`.
+    """
 
     src: int
     tag: int = 0
@@ -192,7 +200,7 @@ class PointToPoint(GroupBase):
             return came
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
-        """Starts to send a tensor to rank `dst`. Does not block: errors of the message are raised by the Work.
+        """Starts to send a tensor to rank `dst`. Does not block. Returns a Work, which raises errors of the message.
 
         Args:
             tensor: As in `send`. It must not change until the Work is done.
@@ -204,7 +212,7 @@ class PointToPoint(GroupBase):
         return self._send(*self._sending(tensor, dst, tag))
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
-        """Starts to receive a tensor from rank `src`, the Work's result. Does not block.
+        """Starts to receive a tensor from rank `src`. Does not block. Returns a Work with the tensor as its result.
 
         Args:
             src, tag: As in `recv`.
@@ -218,7 +226,7 @@ class PointToPoint(GroupBase):
         return self._recv(handle, out, record)
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
-        """Starts to receive a tensor from any rank. Does not block. The Work has the result of `recv_any`.
+        """Starts to receive a tensor from any rank. Does not block. Returns a Work with the result of `recv_any`.
 
         Args:
             tag: As in `recv`.

@@ -204,7 +204,7 @@ class CollectiveRunner:
         ):
             shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
             prepared = self._prepared.get((kind, shape, dtype, op, root, in_splits, out_splits, ""))
-            if prepared is not None and async_op:
+            if prepared is not None and async_op is not False:
                 changed = [tensor] if tensor is not None and (changes or writes) else []
                 return self.start(prepared, tensor, out, async_op, timeout, changed)
             if prepared is not None:
@@ -407,8 +407,9 @@ class CollectiveRunner:
         record.watched_by = record.watch = None
         if told is error:
             raise error
-        # The text of a timeout or of a departure is in that of `told`, with the words of this group.
+        # The text of a timeout, a departure or a mismatch is in that of `told`, with the words of this group.
         is_repeated = isinstance(error, Timeout) or (isinstance(error, PeerFailed) and error.has_closed)
+        is_repeated = is_repeated or (isinstance(error, CollectiveMismatch) and isinstance(told, CollectiveMismatch))
         raise told from (None if is_repeated else without_frames(error))
 
     def _beside(self, attempt: Callable[[], Any], record: OperationRecord) -> Any:

@@ -125,7 +125,12 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         self.group.abort("it has aborted its torch.distributed group")
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """Blocks until all ranks have called it. A Timeout names all ranks that have not."""
+        """Blocks until all ranks have called it. A Timeout names all ranks that have not.
+
+        Args:
+            timeout: time for all ranks together.
+            wait_all_ranks: torch's; all missing ranks are named either way.
+        """
         self.group.barrier(timeout=timeout.total_seconds())
 
     # Devices

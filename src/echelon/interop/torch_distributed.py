@@ -47,6 +47,9 @@ def make_group(options: DistributedBackendOptions) -> tuple[ProcessGroup, Store]
     """Returns Echelon's group for one of torch, and torch's store for it. Called by its members only.
 
     The first group connects them.
+
+    Args:
+        options: rank, size, store and timeout of the group, as torch gives them.
     """
     timeout = options.timeout.total_seconds()
     ranks, world = options.global_ranks_in_group, dist.group.WORLD

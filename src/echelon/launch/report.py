@@ -17,12 +17,13 @@ import dataclasses
 import dis
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, NoReturn
 from echelon.call_site import is_foreign, is_own
 from echelon.errors import (
     CollectiveMismatch,
+    DeadlockError,
     EchelonError,
     PeerFailed,
     Timeout,
@@ -41,6 +43,7 @@ from echelon.errors import (
     summarize,
 )
 from echelon.launch import whereabouts
+from echelon.launch.advice import advise
 from echelon.wording import counted, listed
 
 if TYPE_CHECKING:
@@ -54,7 +57,7 @@ class RankFailure:
     at: seconds on the clock of `time.monotonic`, which all processes of one host share. summary: one line. traceback:
     text, empty if the rank left none. where: the innermost line of the user's own code, as "file:line", or empty.
     blames: the rank whose failure caused this one, None if the failure is the rank's own. status: the exit status to
-    pass on. consequence: a shorter summary, for a reader who has seen the failure of rank consequence_of.
+    pass on. consequence: a shorter summary, for a reader who has seen the failure of a rank of consequence_of.
     """
 
     rank: int
@@ -65,7 +68,7 @@ class RankFailure:
     blames: int | None = None
     status: int = 1
     consequence: str = ""
-    consequence_of: int | None = None
+    consequence_of: Sequence[int] = ()
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.summary}"
@@ -89,9 +92,24 @@ class RankFailure:
         text = self.summary.partition(": ")[2]
         return text if len(text) > _LONG else ""
 
-    def told_once(self, report: str) -> str:
-        """Returns a report that follows this failure's summary, without its long text."""
-        return report.replace(self.long_text, "as told above") if self.long_text else report
+    @property
+    def kind(self) -> str:
+        """Beginning of the summary: the type of the error."""
+        return self.summary.partition(":")[0]
+
+    def told_once(self, report: str, *, is_told: bool = False) -> str:
+        """Returns a report that follows this failure's summary, without its long text.
+
+        Args:
+            report: a traceback, or the summary of another failure.
+            is_told: whether to leave out a short text as well.
+        """
+        text = self.summary.partition(": ")[2] if is_told else self.long_text
+        if not text:
+            return report
+        # The summary is one line, and a message may have several. After ": ", since a line of the source may have it.
+        lines = r"\s+".join(map(re.escape, text.split()))
+        return re.sub(rf"(?<=: ){lines}", "as told above", report)
 
 
 _LONG = 150
@@ -110,7 +128,9 @@ def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
 def are_alike(failures: Collection[RankFailure], num_ranks: int) -> bool:
     """Whether all ranks of a job have failed in the same way, each by itself. None of them is then the cause."""
     has_failed_alone = all(failure.blames is None for failure in failures)
-    return len(failures) == num_ranks > 1 and has_failed_alone and len({failure.placed for failure in failures}) == 1
+    # A mismatch is told to all ranks alike, which raise it at their own lines.
+    ways = {(failure.summary, failure.where) for failure in failures}
+    return len(failures) == num_ranks > 1 and has_failed_alone and len(ways) == 1
 
 
 def consequences(cause: RankFailure, others: Iterable[RankFailure]) -> list[str]:
@@ -118,9 +138,12 @@ def consequences(cause: RankFailure, others: Iterable[RankFailure]) -> list[str]
     ranks: dict[str, list[int]] = {}
     for failure in others:
         # A mismatch has two sides: each rank may name the other one, or tell both alike.
-        names = failure.consequence_of == cause.rank or cause.consequence_of == failure.rank
-        is_same = names or failure.summary == cause.summary
-        text = failure.consequence if failure.consequence and is_same else cause.told_once(failure.placed)
+        names = cause.rank in failure.consequence_of or failure.rank in cause.consequence_of
+        # A rank may have caught the error that the others name, and failed by another one.
+        is_known = names and (failure.blames is not None or failure.kind == cause.kind)
+        is_told = failure.blames == cause.rank
+        told = cause.told_once(failure.placed, is_told=is_told)
+        text = failure.consequence if failure.consequence and (is_known or failure.summary == cause.summary) else told
         ranks.setdefault(text, []).append(failure.rank)
     return [f"{listed(alike)} {text}" for text, alike in ranks.items()]
 
@@ -162,6 +185,8 @@ def blamed_rank(error: BaseException) -> int | None:
             return current.rank
         if isinstance(current, CollectiveMismatch) and current.departed is not None:
             return current.departed
+        if isinstance(current, EchelonError) and current.raised_on is not None:
+            return current.raised_on
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return None
 
@@ -170,7 +195,8 @@ ERROR_FILE = "ECHELON_ERROR_FILE"
 
 
 def describe(rank: int, error: BaseException) -> RankFailure:
-    """Returns the failure record of `error`, raised on this rank just now."""
+    """Returns the failure record of `error`, raised on this rank just now. A known error gets a note of advice."""
+    advise(error)
     frames = traceback.extract_tb(error.__traceback__)
     # The user's line, not the innermost one, which lies inside of Echelon or torch.
     own = [frame for frame in frames if not is_foreign(frame.filename)]
@@ -189,14 +215,15 @@ def describe(rank: int, error: BaseException) -> RankFailure:
     )
 
 
-def _as_consequence(error: BaseException, rank: int, where: str) -> tuple[str, int | None]:
-    """Returns a summary for readers of another rank's failure, which `error` repeats, and that rank."""
+def _as_consequence(error: BaseException, rank: int, where: str) -> tuple[str, Sequence[int]]:
+    """Returns a summary for readers of another rank's failure, which `error` repeats, and the ranks with such a one."""
     if isinstance(error, PeerFailed) and error.operation:
         # The operation begins with the rank: "rank 0 in barrier", "rank 0, waiting for the input of stage 1".
-        return f"failed{error.operation.removeprefix(f'rank {rank}')}", error.rank
-    if isinstance(error, CollectiveMismatch):
-        return f"raised CollectiveMismatch, too{f' ({where})' if where else ''}", error.rank
-    return "", None
+        return f"failed{error.operation.removeprefix(f'rank {rank}')}", (error.rank,)
+    if isinstance(error, CollectiveMismatch | DeadlockError):
+        ranks = error.ranks if isinstance(error, DeadlockError) else () if error.rank is None else (error.rank,)
+        return f"raised {type(error).__name__}, too{f' ({where})' if where else ''}", ranks
+    return "", ()
 
 
 def folded(error: BaseException) -> str:
@@ -248,7 +275,8 @@ def read(path: str) -> RankFailure | None:
     """Returns the failure that a rank wrote to `path`. None if there is no file."""
     try:
         with open(path, encoding="utf-8") as file:
-            return RankFailure(**json.load(file))
+            found = json.load(file)
+            return RankFailure(**{**found, "consequence_of": tuple(found["consequence_of"])})
     except FileNotFoundError:
         return None
 
@@ -345,6 +373,7 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         written = False
+        advise(error)
         if os.getpid() == self.pid:  # not in a child that was forked later
             path = os.environ.get(ERROR_FILE)
             written = path is not None and write(path, describe(self.rank, error))

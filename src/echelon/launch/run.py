@@ -44,7 +44,7 @@ from echelon.launch.report import (
 )
 from echelon.launch.status_line import VARIABLE as TERMINAL
 from echelon.launch.status_line import StatusLine, unfinished, visible
-from echelon.launch.variables import ReservedPort, threads_per_rank
+from echelon.launch.variables import ReservedPort, is_in_use, threads_per_rank
 from echelon.wording import counted, listed
 
 MAX_RANKS = 1024
@@ -65,6 +65,14 @@ class Program:
     def command(self) -> list[str]:
         """Returns the command line."""
         return [sys.executable, *(["-m"] if self.is_module else []), self.name, *self.args]
+
+    def names_groups(self) -> bool:
+        """Whether the source of a script names torch's call for a group, which may use any address or a file."""
+        try:
+            with open(self.name, "rb") as file:
+                return b"init_process_group" in file.read()
+        except OSError:  # a module
+            return False
 
     def check(self) -> None:
         """Raises LaunchError if there is no such script."""
@@ -109,7 +117,7 @@ def run(
         raise InvalidWorldSize(f"-n {num_ranks}: a world has at least 1 rank: give -n 1 or more")
     if num_ranks > MAX_RANKS:
         raise InvalidWorldSize(f"-n {num_ranks}: one host starts at most {MAX_RANKS} ranks: give a smaller number")
-    if grace < 0:
+    if not grace >= 0:  # not a number, too
         raise LaunchError(f"--grace {grace:g}: use a number of seconds, 0 or more")
     program.check()
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder, ReservedPort() as port:
@@ -122,7 +130,17 @@ def run(
         if tells:
             console.say(_started(program, environs))
         with Launcher(console, grace) as launcher:
-            return launcher.run(program.command(), environs)
+            status = launcher.run(program.command(), environs)
+        if tells and status == 0 and num_ranks > 1 and not launcher.has_group and not program.names_groups():
+            console.say(f"note: no rank seems to have joined a group, so {BY_ITSELF}")
+        return status
+
+
+BY_ITSELF = (
+    "each of them ran the whole program by itself: call group = echelon.init(), or "
+    "torch.distributed.init_process_group(), at its beginning"
+)
+"""End of a line on ranks that never meet."""
 
 
 def _started(program: Program, environs: Sequence[Mapping[str, str]]) -> str:
@@ -167,6 +185,7 @@ class RankProcess:
     def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.rank = rank
         self.error_file = environ.get(ERROR_FILE, "")
+        self.port = int(environ.get("MASTER_PORT", "0"))
         # preexec_fn is safe here because the launcher has one thread.
         self._process = subprocess.Popen(
             command,
@@ -403,7 +422,7 @@ class FailureLog:
         if self._explained is None:
             self._explain(cause)
         if are_alike(self._failures, num_ranks):
-            self._console.say(f"all {num_ranks} ranks failed alike: each {cause.placed}")
+            self._console.say(f"all {num_ranks} ranks failed alike: each {cause.brief}")
             return cause.status
         after = consequences(cause, (failure for failure in self._failures if failure.rank != cause.rank))
         if silent := ended - self.ranks:
@@ -438,6 +457,8 @@ class Launcher:
         self._interrupted_by = 0
         self._places: list[str] = []
         """Lines on where the ranks were when a signal came."""
+        self.has_group = False
+        """Whether a rank seems to have joined a group, of Echelon or of torch."""
         self._deadline = float("inf")
         self._next_signal = signal.SIGTERM
 
@@ -505,6 +526,8 @@ class Launcher:
 
     def _on_end(self, process: RankProcess) -> None:
         at = time.monotonic()
+        # Asked at each end, as the connections of the last rank end with it.
+        self.has_group = self.has_group or whereabouts.has_group(process.error_file) or is_in_use(process.port)
         self._selector.unregister(process.pidfd)
         for source in (process.stdout, process.stderr):
             for _ in range(_LAST_READS):

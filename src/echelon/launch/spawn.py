@@ -88,6 +88,7 @@ class RankPool:
         self._process = os.getpid()
         atexit.register(self.close)
 
+    @refuse_others(**OF_OTHER_LAUNCHERS)
     def run(
         self, fn: Callable[..., object], world_size: int, *args: object, backend: str = "auto", timeout: float = 30.0
     ) -> list[Any]:
@@ -121,7 +122,12 @@ class RankPool:
         *,
         is_limited: bool,
     ) -> list[Any]:
-        """Runs a function as `run` does. `is_limited`: whether `timeout` is for the whole of `fn`, too."""
+        """Runs a function as `run` does. Returns the results in rank order.
+
+        Args:
+            fn, world_size, args, backend, timeout: as of `run`. `args` is a sequence.
+            is_limited: whether `timeout` is for the whole of `fn`, too.
+        """
         check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
         timeout = check_default_timeout(timeout, LaunchError)
         check_no_keywords("backend", backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import zlib
@@ -95,6 +96,17 @@ class ReservedPort:
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
+
+
+def is_in_use(port: int) -> bool:
+    """Whether a TCP connection of this host has a port at either end, or somebody listens there."""
+    for name in ("tcp", "tcp6"):
+        # Linux alone has the file. Ports are hexadecimal there, after the address. A socket that is only bound is not
+        # listed.
+        with contextlib.suppress(OSError), open(f"/proc/net/{name}", encoding="ascii") as file:
+            if f":{port:04X} " in file.read():
+                return True
+    return False
 
 
 def threads_per_rank(num_ranks: int) -> int:

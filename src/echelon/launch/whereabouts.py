@@ -15,6 +15,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from echelon.call_site import is_foreign, source_line
 from echelon.wording import listed
@@ -44,6 +45,11 @@ def answer(error_file: str) -> None:
         file = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(ASK, file, all_threads=False)
         os.rename(f"{path}.new", path)
+
+
+def has_group(error_file: str) -> bool:
+    """Whether a rank with this error file has begun to join a group, from which on it answers."""
+    return any(True for _ in Path(error_file).parent.glob(f"{Path(error_file).name}.place-*"))
 
 
 def stacks(error_files: Mapping[int, str]) -> dict[int, str]:

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from echelon.arguments import check_path, is_count, named, no_attribute, reading, writing
+from echelon.arguments import check_path, is_count, named, no_attribute, reading, refuse_others, writing
 from echelon.errors import Closed, InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch.init import current_group
@@ -27,6 +27,7 @@ class MetricsWriter:
     is installed (`pip install tensorboard`).
     """
 
+    @refuse_others(**dict.fromkeys(("logdir", "log_dir", "save_dir", "path", "dir", "project"), "folder"))
     def __init__(
         self, folder: str | os.PathLike[str], group: ProcessGroup | None = None, tensorboard: bool | None = None
     ) -> None:
@@ -60,6 +61,7 @@ class MetricsWriter:
         def __getattr__(self, name: str) -> NoReturn:
             raise no_attribute("a MetricsWriter", name, ("add", "close"), _MEANT)
 
+    @refuse_others(global_step="step")
     def add(self, step: int, **values: Any) -> None:
         """Writes the numbers of a step at once. Does nothing on other ranks than 0.
 

@@ -40,7 +40,12 @@ class Kill:
 @refuse_others()
 @dataclass(frozen=True)
 class Slow:
-    """Makes the computing of a rank take `factor` times as long. Needs a simulation with `costs`."""
+    """Makes the computing of a rank take `factor` times as long. Needs a simulation with `costs`.
+
+    Args:
+        rank: the rank.
+        factor: above 0; 2 takes twice as long.
+    """
 
     rank: int
     factor: float
@@ -57,6 +62,10 @@ class NetworkPartition:
 
     TCP behaves so, because it retransmits. Without an end the messages never arrive, and ranks that wait for them run
     into their timeouts.
+
+    Args:
+        left, right: the two sets of ranks, without a common one.
+        start, end: virtual seconds between which messages are blocked.
     """
 
     left: Collection[int]
@@ -75,14 +84,24 @@ class NetworkPartition:
         object.__setattr__(self, "right", frozenset(self.right))
 
     def concerns(self, src: int, dst: int) -> bool:
-        """Whether the partition blocks messages from `src` to `dst`."""
+        """Whether the partition blocks messages from `src` to `dst`.
+
+        Args:
+            src, dst: ranks of the sender and the receiver.
+        """
         return (src in self.left and dst in self.right) or (src in self.right and dst in self.left)
 
 
 @refuse_others(latency="seconds")
 @dataclass(frozen=True)
 class Delay:
-    """Makes messages that leave between `start` and `end` arrive `seconds` later. Ranks: None for any."""
+    """Makes messages between two ranks, or any, arrive later.
+
+    Args:
+        seconds: how much later messages arrive, above 0.
+        src, dst: ranks of the sender and the receiver. None: any.
+        start, end: virtual seconds between which messages leave.
+    """
 
     seconds: float
     src: int | None = None
@@ -96,14 +115,23 @@ class Delay:
             raise LaunchError(f"Delay(seconds={self.seconds!r}): give seconds above 0")
 
     def concerns(self, src: int, dst: int) -> bool:
-        """Whether the fault delays messages from `src` to `dst`."""
+        """Whether the fault delays messages from `src` to `dst`.
+
+        Args:
+            src, dst: ranks of the sender and the receiver.
+        """
         return self.src in (None, src) and self.dst in (None, dst)
 
 
 @refuse_others()
 @dataclass(frozen=True)
 class Pause:
-    """Stops a rank from `start` to `end`, as SIGSTOP does. Computing under way then ends that much later."""
+    """Stops a rank from `start` to `end`, as SIGSTOP does. Computing under way then ends that much later.
+
+    Args:
+        rank: the rank.
+        start, end: virtual seconds.
+    """
 
     rank: int
     start: float = 0.0

@@ -202,6 +202,10 @@ class Network:
     def named(cls, name: str, measured: Mapping[str, Network] = MappingProxyType({})) -> Network:
         """Returns the network of a name: one of `measured`, else one of `PRESETS`.
 
+        Args:
+            name: the name.
+            measured: networks that were measured, by name.
+
         Raises:
             LaunchError: there is none of that name.
         """
@@ -212,7 +216,11 @@ class Network:
         return known[name]
 
     def between(self, src: int, dst: int) -> Network:
-        """Returns the network from `src` to `dst`: this one, or the local one if they share a host."""
+        """Returns the network from `src` to `dst`: this one, or the local one if they share a host.
+
+        Args:
+            src, dst: ranks of the sender and the receiver.
+        """
         hosts = self._host_of
         if not hosts or hosts[src] != hosts[dst]:
             return self

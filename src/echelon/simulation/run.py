@@ -66,6 +66,7 @@ class Simulation:
     elapsed: float
     """Virtual seconds from the start until the last rank's function ended."""
     seed: int
+    """Seed of the run, which repeats it."""
     timeline: Timeline
     """Steps and collectives of each rank, in virtual seconds. Asynchronous collectives are in `Timeline.beside`."""
     bytes_sent: Mapping[tuple[int, int], int]
@@ -93,6 +94,7 @@ class Simulation:
 @refuse_others(
     **OF_OTHER_LAUNCHERS,
     **dict.fromkeys(("latency", "bandwidth"), " give network=echelon.Network(latency=, bandwidth=)"),
+    **dict.fromkeys(("hosts", "nnodes", "num_hosts"), " give network=echelon.Network(hosts=[4, 4])"),
     backend=" ranks are simulated always: leave it out, or call echelon.spawn",
 )
 def simulate(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import BoundArguments, Signature
 from typing import Any
 
-from echelon.arguments import check_world_size, choices, is_count, shown
+from echelon.arguments import check_world_size, choices, is_count, refuse_others, shown
 from echelon.call_site import is_own
 from echelon.errors import EchelonError, LaunchError
 from echelon.group.group import ProcessGroup
@@ -18,6 +18,7 @@ from echelon.simulation import simulate
 _OPTIONS = tuple(name for name in inspect.signature(simulate).parameters if name not in ("fn", "world_size", "args"))
 
 
+@refuse_others()
 def simulated(
     world_size: int, *, seeds: int | Iterable[int] | None = None, **options: Any
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:

@@ -84,7 +84,11 @@ def ranks_in_threads(make_world: Callable[[int], Sequence[Backend]]) -> RunRanks
 def simulated_ranks(
     seed: int = 0, network: NetworkLike = None, *, collectives: Literal["whole", "messages"] | None = None
 ) -> RunRanks:
-    """Returns a runner on simulated ranks, one at a time. `seed`, `network` and `collectives` as for `simulate`."""
+    """Returns a runner on simulated ranks, one at a time.
+
+    Args:
+        seed, network, collectives: as of `echelon.simulate`.
+    """
 
     def run(world_size: int, act: Act) -> list[object]:
         def run_rank(group: ProcessGroup) -> object:

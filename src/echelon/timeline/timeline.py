@@ -13,7 +13,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    overload,
+    runtime_checkable,
+)
+
+from echelon.arguments import no_attribute, refuse_others
 
 Time: TypeAlias = float | Fraction
 """Point in time, or duration."""
@@ -152,6 +164,16 @@ class LazySequence(Sequence[Item]):
         return len(self._items)
 
 
+_PATHS = dict.fromkeys(("file", "filename", "fname"), "path")
+_MEANT = {
+    **dict.fromkeys(("save", "savefig", "plot", "show", "to_svg", "to_png", "to_html"), " write draw('plan.svg')"),
+    **dict.fromkeys(("export", "to_json", "export_chrome_trace", "to_perfetto"), " write to_chrome('trace.json')"),
+    **dict.fromkeys(("bubble", "bubble_ratio", "bubble_fraction"), "bubble_rate"),
+    **dict.fromkeys(("elapsed", "duration", "total_time", "time"), "makespan"),
+}
+"""Names by which users look for attributes."""
+
+
 @dataclass(frozen=True, repr=False)
 class Timeline:
     """Spans of all ranks of one run, simulated or recorded.
@@ -188,6 +210,11 @@ class Timeline:
     unit: Unit = field(default="", compare=False)
     memory: Sequence[Sequence[Level]] = field(default=(), compare=False)
     memory_unit: MemoryUnit = field(default="", compare=False)
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("a Timeline", name, dir(type(self)) if name[:1] != "_" else (), _MEANT)
 
     def __str__(self) -> str:
         from echelon.timeline.terminal import as_text
@@ -290,6 +317,7 @@ class Timeline:
 
         return Waits(self).critical_path()
 
+    @refuse_others(**_PATHS)
     def draw(
         self,
         path: str | os.PathLike[str],
@@ -321,6 +349,7 @@ class Timeline:
 
         draw(self, path, against, theme)
 
+    @refuse_others(**_PATHS)
     def to_chrome(self, path: str | os.PathLike[str], seconds: float = 1.0) -> None:
         """Writes the timeline as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 

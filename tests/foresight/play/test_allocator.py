@@ -151,6 +151,18 @@ def test_a_step_that_does_not_fit_says_so():
     step = Step().allocate(1, 30 * MIB).allocate(2, 30 * MIB)
     assert memory_of(step.trace(), 60 * MIB).fits
     assert not memory_of(step.trace(), 50 * MIB).fits
+    assert memory_of(step.trace(), 60 * MIB).needed_peak == 60 * MIB
+
+
+def test_a_step_that_does_not_fit_needs_more_than_the_device_has():
+    """The device reserves no more than it has, and the free blocks keep a request from being met."""
+    step = Step().allocate(1, 30 * MIB).allocate(2, 30 * MIB)
+    memory = memory_of(step.trace(), 50 * MIB)
+    assert (memory.reserved_peak, memory.needed_peak) == (30 * MIB, 60 * MIB)
+    # 60 MiB of tensors, and 10 MiB that are free beside a tensor of the same segment.
+    step = Step().allocate(1, 20 * MIB).free(1).allocate(2, 10 * MIB).allocate(3, 50 * MIB)
+    memory = memory_of(step.trace(), 65 * MIB)
+    assert (memory.live_peak, memory.fits, memory.needed_peak) == (60 * MIB, False, 70 * MIB)
 
 
 def test_a_step_counts_how_often_the_device_was_full():

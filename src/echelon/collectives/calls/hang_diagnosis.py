@@ -173,14 +173,14 @@ class HangDiagnosis:
             mine, theirs, differs = f"{flight.with_marks()} on rank {self._backend.rank}", status.text, True
             flight = self._backend.flight_recorder.find(flight.context, flight.sequence - 1)
         if detail and not differs:
-            return CollectiveMismatch(f"{mine}: {detail}")
+            return CollectiveMismatch(f"{mine}: {detail}", peer, theirs)
         parted = first_at_other_lines(
             self._backend.flight_recorder,
             flight,
             lambda each: self._text_of(peer, each),
             (self._backend.rank, peer),
         )
-        return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}{parted}: {_ADVICE}")
+        return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}{parted}: {_ADVICE}", peer, theirs)
 
     def mismatch(self) -> CollectiveMismatch | None:
         """Queries all ranks. Returns the error if one has called another operation in place of this one, else None."""

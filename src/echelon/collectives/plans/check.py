@@ -38,7 +38,13 @@ class Goal:
 
 
 def goal_of(operation: str, plan: Plan, root: int = 0) -> Goal:
-    """Returns the goal of a plan for `operation`, one of `algorithms.OPERATIONS`."""
+    """Returns the goal of a plan for an operation: the chunks that each rank holds at the end.
+
+    Args:
+        operation: one of `algorithms.OPERATIONS`.
+        plan: the plan, for its ranks and chunks.
+        root: rank that sends or gets the tensor, where there is one.
+    """
     return _GOALS[operation](plan.num_ranks, plan.num_chunks, root)
 
 
@@ -322,6 +328,10 @@ _MOST_RANKS = 16
 
 def check(plan: Plan, goal: Goal) -> None:
     """Proves that a plan reaches its goal; see `goal_of`.
+
+    Args:
+        plan: the plan.
+        goal: what every rank holds at the end.
 
     Raises:
         PlanError: the plan does not reach it. The message lists the problems with rank and round, of many

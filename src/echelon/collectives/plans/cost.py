@@ -40,7 +40,12 @@ class LinkCosts:
     local_beta: Time | None = None
 
     def of_message(self, src: int, dst: int, num_bytes: Time) -> Time:
-        """Returns the time of a message in seconds, without combining."""
+        """Returns the time of a message in seconds, without combining.
+
+        Args:
+            src, dst: ranks of the sender and the receiver.
+            num_bytes: bytes of the message.
+        """
         alpha, beta = self.alpha, self.beta
         if self.hosts is not None and self.hosts[src] == self.hosts[dst]:
             alpha = alpha if self.local_alpha is None else self.local_alpha
@@ -49,7 +54,7 @@ class LinkCosts:
 
 
 def simulate(plan: Plan, chunk_bytes: Time, costs: LinkCosts) -> Timeline:
-    """Simulates a plan that `check` accepts.
+    """Simulates a plan that `check` accepts. Returns its timeline, in seconds.
 
     A span of the timeline is a round of a rank, from the start of its first message. Its step is text, such as
     "exchange [0>1 1<1]".

@@ -97,7 +97,13 @@ Program: TypeAlias = tuple[Round, ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps of each rank of a collective, in rounds."""
+    """Steps of each rank of a collective, in rounds.
+
+    Args:
+        name: name in pictures and errors.
+        num_chunks: number of chunks that the tensor is cut into.
+        rounds: steps of all ranks, by round.
+    """
 
     name: str
     num_chunks: int

@@ -55,7 +55,13 @@ class Rule(NamedTuple):
         return self.algorithm if isinstance(self.algorithm, str) else self.algorithm.name
 
     def fits(self, operation: str, num_bytes: int, hosts: Hosts) -> bool:
-        """Whether the rule applies to a call. `num_bytes` is ignored unless `operation` is in `SIZED`."""
+        """Whether the rule applies to a call.
+
+        Args:
+            operation: the collective.
+            num_bytes: bytes of its tensor. Ignored unless `operation` is in `SIZED`.
+            hosts: number of each rank's host.
+        """
         return (
             len(hosts) >= self.ranks
             and (operation not in SIZED or self.first <= num_bytes <= self.last)

@@ -36,7 +36,12 @@ class Memory:
     live_peak: int
     """Most bytes of tensors at once."""
     reserved_peak: int
-    """Most bytes of segments at once."""
+    """Most bytes of segments at once. A full device reserves no more than it has."""
+    needed_peak: int
+    """Bytes that the device needs at least: more than it has if a request was not met, else those of `reserved_peak`.
+
+    Blocks that are free but too small may keep a request from being met, so that tensors need less than the device has.
+    """
     kinds_at_peak: Mapping[str, int]
     """Bytes of tensors at the peak, by kind."""
     alive_at_peak: tuple[Allocate, ...]
@@ -82,8 +87,12 @@ class CachingAllocator:
     def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
         self.reserved = 0
         self.peak = 0
+        self.needed = 0
+        """Most bytes of segments that a request would have led to which was not met."""
         self.retries = 0
         """Times that the device was full and free segments were given back, which waits for all kernels."""
+        self._refused = 0
+        """Bytes of segments that the last refused growth would have led to."""
         self._limit = limit
         self._expandable = expandable
         self._free: dict[tuple[int, bool], list[_Slot]] = defaultdict(list)
@@ -105,6 +114,7 @@ class CachingAllocator:
             self._give_back()
             block = self._grow(pool, size)
             if block is None:
+                self.needed = max(self.needed, self._refused)
                 return False
         self._split(block, size)
         block.is_free = False
@@ -161,6 +171,7 @@ class CachingAllocator:
 
     def _reserve(self, num_bytes: int) -> bool:
         if self._limit is not None and self.reserved + num_bytes > self._limit:
+            self._refused = self.reserved + num_bytes
             return False
         self.reserved += num_bytes
         self.peak = max(self.peak, self.reserved)
@@ -281,6 +292,7 @@ def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) 
     return Memory(
         live_peak=peak,
         reserved_peak=allocator.peak,
+        needed_peak=allocator.peak if fits else max(allocator.peak, allocator.needed, peak),
         kinds_at_peak=dict(sorted(kinds.items(), key=lambda item: -item[1])),
         alive_at_peak=tuple(sorted(at_peak.values(), key=lambda each: -each.num_bytes)),
         fits=fits,

@@ -77,7 +77,7 @@ def split(
     example: Sequence[object] | None = None,
     example_kwargs: Mapping[str, object] | None = None,
 ) -> Parts:
-    """Cuts a model into parts. They share the parameters of the model, under the same names.
+    """Cuts a model and returns its parts, which share the model's parameters under the same names.
 
     An nn.Sequential is cut between its layers. Any other module is traced with `example` first; see
     `echelon.pipeline.cut.tracing`. A list is cut already.

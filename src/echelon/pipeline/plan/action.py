@@ -30,7 +30,13 @@ def vee(num_ranks: int) -> tuple[int, ...]:
 
 @final
 class Action(NamedTuple):
-    """Computation of one stage on one microbatch: forward, input gradient, weight gradient or both gradients."""
+    """Computation of one stage on one microbatch: forward, input gradient, weight gradient or both gradients.
+
+    Args:
+        stage: number of the stage, from 0.
+        kind: "F" (forward), "I" (input gradient), "W" (weight gradient) or "B" (both gradients).
+        microbatch: number of the microbatch, from 0.
+    """
 
     stage: int
     kind: Kind
@@ -47,7 +53,11 @@ class Action(NamedTuple):
 
 @final
 class Overlapped(NamedTuple):
-    """Forward and backward that a rank runs as one step. Each has its own stage and microbatch."""
+    """Forward and backward that a rank runs as one step. Each has its own stage and microbatch.
+
+    Args:
+        forward, backward: the two actions.
+    """
 
     forward: Action
     backward: Action

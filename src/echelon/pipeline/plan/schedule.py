@@ -21,9 +21,12 @@ from echelon.wording import counted, listed
 
 _MEANT = {
     **dict.fromkeys(("draw", "plot", "show"), " draw its timeline: schedule.simulate().draw('plan.svg')"),
+    **dict.fromkeys(("save", "to_file", "write"), "to_csv"),
+    **dict.fromkeys(("timeline", "bubble_rate", "makespan"), " write schedule.simulate(), which is its timeline"),
     **dict.fromkeys(("run", "step"), " pass it to Pipeline(model, group, schedule), which has step()"),
 }
 """Names by which users look for calls of a timeline or of a Pipeline."""
+_PATHS = dict.fromkeys(("file", "filename", "fname"), "path")
 
 
 @refuse_others()
@@ -131,6 +134,7 @@ class Schedule:
                         "microbatch), such as Action(0, 'F', 0)"
                     )
 
+    @refuse_others()
     def check(self, memory_limit: Amount | None = None, costs: Costs | None = None) -> None:
         """Checks the schedule and raises one error that lists the mistakes, of many alike the first three.
 
@@ -150,10 +154,14 @@ class Schedule:
         if problems:
             raise ScheduleError(report(self, problems))
 
+    @refuse_others(**dict.fromkeys(("forward", "backward", "transfer"), " give Costs: simulate(Costs(forward=1.0))"))
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """Plays the schedule on a virtual clock.
+        """Plays the schedule on a virtual clock. Returns its timeline, in the unit of the costs.
 
         Times are exact if the costs are: Timeline describes how Fractions are printed.
+
+        Args:
+            costs: time and memory of the stages. None: `Costs()`.
 
         Raises:
             InvalidArgument: `costs` is no Costs.
@@ -175,8 +183,12 @@ class Schedule:
         """
         return recorded(self, times, check_costs(costs))
 
+    @refuse_others(**_PATHS)
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the orders as torch.distributed.pipelining reads them (its "compute_only" format).
+
+        Args:
+            path: the file, which is replaced.
 
         Raises:
             FileError: the file cannot be written.
@@ -185,8 +197,13 @@ class Schedule:
             file.write(f"{self}\n")
 
     @classmethod
+    @refuse_others(**_PATHS)
     def from_csv(cls, path: str | os.PathLike[str], num_microbatches: int | None = None) -> Schedule:
-        """Reads a file of `to_csv` or torch.distributed.pipelining; see `from_text`.
+        """Returns the schedule in a file of `to_csv` or torch.distributed.pipelining; see `from_text`.
+
+        Args:
+            path: the file.
+            num_microbatches: number of microbatches. None: as many as appear.
 
         Raises:
             ScheduleError: the file does not hold a schedule.
@@ -198,7 +215,7 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str, num_microbatches: int | None = None, name: str = "text") -> Schedule:
-        """Reads the text form: one line per rank, its steps separated by commas.
+        """Returns the schedule in a text: one line per rank, its steps separated by commas.
 
         A stage is placed on the rank that runs most of its actions. Empty cells are skipped, and so are the cells that
         torch adds to run a schedule (SEND_F, RECV_B, UNSHARD, REDUCE_GRAD ...). A schedule without a backward is

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from echelon.errors import UnsupportedOp
+from echelon.backends.memory import describe
+from echelon.errors import EchelonError, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.plan.action import Action, Handover, Step, actions_of
 from echelon.pipeline.plan.fuse import split_stages
@@ -33,7 +34,7 @@ from echelon.pipeline.plan.program import (
 from echelon.pipeline.run.loss import Meter, check_loss, check_metrics, is_here, no_loss, refuse_if_not_finite
 from echelon.pipeline.run.step import Batch
 from echelon.pipeline.run.transfer import Buffers, PendingSends, Receiver, Sender, detached
-from echelon.pipeline.stage.nested import Value, tensors_of
+from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
 from echelon.pipeline.stage.replay import Seeded, is_casting, number_of, outside_autocast
 from echelon.pipeline.stage.split_backward import Gradient
 from echelon.pipeline.stage.stage import Forward, Made, Stage
@@ -327,15 +328,36 @@ def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, number
 
     def make(value: Value, kwargs: Mapping[str, Value], target: Value) -> Made:
         with Seeded(number):
-            output = stage.call(value, kwargs)
+            output = _called(f"stage {stage.index}", stage.call, value, kwargs)
             if loss_fn is None:
                 return Made(output, tensors_of(output))
             # loss_fn is not called for weight 0: its mean over nothing would be NaN.
             if batch.scale is not None and not batch.scale.counts(microbatch):
                 return Made(output, [no_loss(output)])
-            return Made(output, [check_loss(loss_fn(output, target))])
+            return Made(output, [check_loss(_called("loss_fn(output, target)", loss_fn, output, target))])
 
     return Forward(value, batch.kwargs[microbatch], target, make)
+
+
+def _called(name: str, function: Callable[..., Any], *values: Any) -> Any:
+    """Calls a stage or loss_fn. Its error gets a note of the shapes that it was given."""
+    try:
+        return function(*values)
+    except Exception as error:
+        if not isinstance(error, EchelonError):
+            error.add_note(
+                f"{name} was given {' and '.join(_shown(value) for value in values if not _is_empty(value))}"
+            )
+        raise
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def _shown(value: Value) -> str:
+    """Returns a value with shapes and dtypes in place of its tensors, such as "(float32[2, 3], 1)"."""
+    return str(map_tensors(lambda tensor: describe(tensor.shape, tensor.dtype), value)).replace("'", "")
 
 
 def _is_of_backward(instruction: Instruction) -> bool:

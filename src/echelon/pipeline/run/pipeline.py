@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from echelon.arguments import no_attribute, refuse_others
-from echelon.errors import ScheduleError, SizeMismatch, UnsupportedOp
+from echelon.errors import InvalidArgument, ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.cut import Parts, StageMaker, keep
 from echelon.pipeline.cut.ties import TiedWeights, agree_on_ties, find_ties
@@ -56,6 +57,7 @@ from echelon.pipeline.stage.nested import (
     split_keywords,
 )
 from echelon.pipeline.stage.replay import Key
+from echelon.pipeline.stage.stage import Stage
 from echelon.timeline.timeline import Timeline
 
 LossFn = Callable[[Value, Value], torch.Tensor]
@@ -66,6 +68,8 @@ _MEANT = {
     "train_batch": "step",
     "eval_batch": "forward",
     "module": "stages",
+    **dict.fromkeys(("modules", "children", "named_modules"), " write pipe.stages, of which each has its module"),
+    **dict.fromkeys(("plan", "simulate", "draw"), " write pipe.schedule.simulate()"),
     **dict.fromkeys(("to", "cuda", "cpu"), " move the model before it is cut: model.to(group.device)"),
     **dict.fromkeys(("half", "bfloat16", "float"), " convert the model before it is cut, or use torch.autocast"),
 }
@@ -251,6 +255,7 @@ class Pipeline:
             SizeMismatch: there are fewer samples than microbatches, or inputs, target and keyword arguments differ in
                 their number.
             CollectiveMismatch: the ranks got different samples.
+            InvalidArgument: a stage of this rank does not take a keyword argument.
             UnsupportedOp: there is no loss_fn, or gradients are switched off, or a tensor has no memory of its own.
             NotFinite: the loss of a microbatch is NaN or infinite.
             PeerFailed: another rank failed; the message has its error.
@@ -345,6 +350,7 @@ class Pipeline:
         """Inside, gradients stay local to the replica. The first step after it averages all accumulated gradients."""
         return self._replicas.no_sync()
 
+    @refuse_others(max_grad_norm="max_norm", foreach=" it is chosen by the device: leave it out")
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -352,6 +358,11 @@ class Pipeline:
 
         Equals torch.nn.utils.clip_grad_norm_ in one process, up to rounding. Tied weights count once. Every rank must
         call it; it waits for all of them.
+
+        Args:
+            max_norm: the largest norm that is left, at least 0.
+            norm_type: p of the p-norm, above 0; math.inf for the largest absolute value.
+            error_if_nonfinite: raise NotFinite, in place of scaling by a norm that is NaN or infinite.
 
         Raises:
             InvalidArgument: `max_norm` is not a number of at least 0, or `norm_type` is no number.
@@ -362,13 +373,17 @@ class Pipeline:
         return self._weights.clip(max_norm, norm_type, error_if_nonfinite)
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Puts this rank's stages into training mode."""
+        """Puts this rank's stages into training mode. Returns the pipeline.
+
+        Args:
+            mode: False for evaluation mode.
+        """
         for stage in self.stages:
             stage.module.train(mode)
         return self
 
     def eval(self) -> Pipeline:
-        """Puts this rank's stages into evaluation mode."""
+        """Puts this rank's stages into evaluation mode. Returns the pipeline."""
         return self.train(False)
 
     def memory(self) -> Memory:
@@ -492,6 +507,8 @@ class Pipeline:
         if self.is_first:
             check_tensors(inputs, f"inputs of {what}")
         check_tensors(dict(kwargs), f"keyword arguments of {what}")
+        for stage in self.stages if kwargs else ():
+            _check_keywords(stage, kwargs)
 
     def _require_memory(self) -> None:
         if not self._has_memory:
@@ -525,6 +542,26 @@ def _merged(batch: Batch) -> Value:
     """Merges the outputs of all microbatches in batch order, without a graph."""
     with torch.no_grad():
         return merge([batch.outputs[index] for index in range(len(batch.outputs))])
+
+
+def _check_keywords(stage: Stage, kwargs: Mapping[str, Value]) -> None:
+    """Raises InvalidArgument for a keyword that the stage's forward does not take."""
+    forward = stage.module.forward
+    known = _keywords_of(getattr(forward, "__func__", forward))
+    unknown = [] if known is None else [name for name in kwargs if name not in known]
+    if unknown and not stage.module._forward_pre_hooks:  # which may take it
+        raise InvalidArgument(
+            f"{unknown[0]} is no argument of stage {stage.index}'s forward ({type(stage.module).__name__}): leave it "
+            "out; the target of loss_fn is passed as target="
+        )
+
+
+@functools.lru_cache(256)  # each step asks
+def _keywords_of(function: Callable[..., object]) -> frozenset[str] | None:
+    """Returns the arguments of a function. None: it takes any keyword."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    return None if takes_any else frozenset(parameters)
 
 
 def _require_gradients(what: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from echelon.arguments import no_attribute
 from echelon.backends.memory import dtype_code, dtype_of
-from echelon.errors import SizeMismatch
+from echelon.errors import InvalidArgument, SizeMismatch
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.run.loss import Activations, LossScale, Metrics, Number
@@ -57,7 +57,7 @@ class Batch:
 
 _MEANT = {
     "backward": " step() has run the backward already: call optimizer.step() next",
-    "item": " its loss has: write step(...).loss.item()",
+    **{name: f" its loss has: write step(...).loss.{name}()" for name in ("item", "detach", "cpu")},
 }
 Span = tuple[float, float]
 """Begin and end of a step of the schedule, in seconds."""
@@ -80,6 +80,14 @@ class StepOutput:
 
         def __getattr__(self, name: str) -> NoReturn:
             raise no_attribute("the result of step()", name, ("loss", "outputs", "metrics"), _MEANT)
+
+        def _refuse(self, *_: object) -> NoReturn:
+            raise InvalidArgument("the result of step() is not the loss itself: write step(...).loss")
+
+        __float__ = __iter__ = __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = _refuse
+
+        def __format__(self, form: str) -> str:
+            return self._refuse() if form else str(self)
 
 
 class Told(NamedTuple):

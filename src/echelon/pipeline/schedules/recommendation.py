@@ -84,8 +84,9 @@ def recommend(
     parameters: Amount = 0,
     capacity: Time | None = None,
     search: bool = False,
+    own: Sequence[Schedule] = (),
 ) -> Options:
-    """Compares all training schedules that exist for these sizes.
+    """Compares all training schedules that exist for these sizes. Returns them as options, the best first.
 
     Schedules that fit come first, then the shortest span first. The span is the time of a step when steps follow each
     other. Times and memory are exact if the costs are: print them as `float(option.timeline.span)`.
@@ -101,6 +102,7 @@ def recommend(
             `costs.activation`, such as bytes. One number, or one per rank.
         capacity: Most memory of a rank for activations and parameters together, in the same unit.
         search: Search for a schedule tailored to these costs as well. This may take long.
+        own: Further schedules of these sizes to compare.
 
     Raises:
         InvalidArgument: `costs` is no Costs, or a limit no number.
@@ -112,7 +114,11 @@ def recommend(
         if limit is not None and not isinstance(limit, Real):
             raise InvalidArgument(f"{name} is {named(limit)}: give a number, or None for no limit")
     throughout = _per_rank(parameters, num_ranks)
-    known = list(_named(num_ranks, num_microbatches))
+    for each in own:
+        if (each.num_ranks, each.num_microbatches) != (num_ranks, num_microbatches):
+            sizes = f"{each.num_ranks} ranks and {each.num_microbatches} microbatches"
+            raise ScheduleError(f"{each.name} has {sizes}: compare it with schedules of the same sizes")
+    known = [*own, *_named(num_ranks, num_microbatches)]
     if search:
         known += [found for found in _searched(costs, num_ranks, num_microbatches, memory_limit) if found not in known]
     return Options(sorted((_option(each, costs, memory_limit, throughout, capacity) for each in known), key=_rank))

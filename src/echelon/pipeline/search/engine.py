@@ -11,6 +11,7 @@ from functools import partial
 from numbers import Real
 from typing import NamedTuple
 
+from echelon.arguments import refuse_others
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import loop, vee
 from echelon.pipeline.plan.check import over_limit
@@ -25,6 +26,9 @@ from echelon.pipeline.search.weight_placement import Filled, Key, Skeleton, fill
 from echelon.timeline.timeline import Time
 
 
+@refuse_others(
+    memory="memory_limit", chunks="num_chunks", num_stages=" give num_ranks and num_chunks, whose product it is"
+)
 def search(
     costs: Costs,
     num_ranks: int,
@@ -32,7 +36,7 @@ def search(
     memory_limit: Time | None = None,
     num_chunks: int | None = None,
 ) -> Schedule:
-    """Searches for the schedule with the shortest span (`Timeline.span`) that fits a memory limit.
+    """Returns the schedule with the shortest span (`Timeline.span`) that a search finds within a memory limit.
 
     The span is never longer than that of any named schedule for as many stages that fits the limit. The same input
     gives the same schedule. Its timeline has Fractions if the costs are exact: print them by `float`.

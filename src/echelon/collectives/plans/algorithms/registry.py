@@ -60,6 +60,13 @@ class Algorithm(NamedTuple):
     by the hosts there are h hosts of k ranks each, and a message inside a host takes local_alpha + b local_beta.
 
     An algorithm of your own needs no formulas. A `Rule` of a group's table may hold it in place of a name.
+
+    Args:
+        operation: one of `OPERATIONS`.
+        name: name of the algorithm.
+        rounds: number of rounds, as a formula.
+        cost: seconds, as a formula.
+        goes_by_hosts: whether the plan depends on the ranks that share a host.
     """
 
     operation: str
@@ -215,6 +222,10 @@ def algorithms_of(operation: str) -> tuple[Algorithm, ...]:
 def find(operation: str, name: str) -> Algorithm:
     """Returns an algorithm by name.
 
+    Args:
+        operation: one of `OPERATIONS`.
+        name: name of the algorithm.
+
     Raises:
         PlanError: there is no algorithm of that name.
     """
@@ -256,7 +267,13 @@ def build(
 
 
 def chunk_bytes(operation: str, plan: Plan, num_bytes: int) -> Fraction:
-    """Returns the size of one chunk of a plan, if the whole tensor has `num_bytes` and all chunks are equal."""
+    """Returns the bytes of one chunk of a plan, if all chunks are equal.
+
+    Args:
+        operation: one of `OPERATIONS`.
+        plan: its plan.
+        num_bytes: bytes of the whole tensor.
+    """
     if operation == "barrier":
         return Fraction(0)
     # Plans of all_to_all have p chunks to send and p to receive, but n counts a rank's tensor once.

@@ -1,0 +1,132 @@
+"""Advice on errors of Python and torch that a rank raised, added to them as a note.
+
+Python itself refuses wrong arguments of a group's methods. A check of our own, as in `refuse_others`, would take a
+tenth of the time of a small all_reduce. So Python's words are read here, after the call has failed.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from echelon.arguments import missing_arguments, no_argument
+
+_NO_GPU = (
+    "torch finds no GPU here: use x.to(group.device) in place of x.cuda(), or run the script for GPUs that are not "
+    "there by echelon foresee"
+)
+_ON_TEXTS = {
+    **dict.fromkeys(
+        (
+            *("Torch not compiled with CUDA enabled", "'_cuda_setDevice'", "torch.cuda.Stream requires CUDA support"),
+            *("Found no NVIDIA driver on your system", "Cannot access accelerator device when none is available"),
+        ),
+        _NO_GPU,
+    ),
+    "Distributed package doesn't have NCCL built in": "this build of torch has no NCCL: give init_process_group "
+    "'gloo', or run the script for GPUs that are not there by echelon foresee",
+    "does not require grad and does not have a grad_fn": "if this is the loss of a Pipeline's step(), step() has "
+    "run the backward already: call optimizer.step() next",
+    "'method' object does not support the context manager protocol": "call it: write with ddp.no_sync():",
+    "object has no attribute 'wait'": "a call of a group returns a Work, which has wait(), with async_op=True, or as "
+    "isend and irecv; batch_isend_irecv returns a list of them",
+}
+"""Advice by a part of the error's text."""
+_ON_CALLED = {
+    **{name: f"{name} is a value: write group.{name} without ()" for name in ("rank", "world_size", "device")},
+    **dict.fromkeys(("plan", "search"), "echelon.pipeline.schedules has search(costs, num_ranks, num_microbatches)"),
+    "gpipe": "write schedules.build('gpipe', num_ranks, num_microbatches)",
+    "one_f_one_b": "write schedules.build('1f1b', num_ranks, num_microbatches)",
+    "dualpipe_v": "write schedules.build('dualpipe-v', num_ranks, num_microbatches)",
+}
+"""Advice on calls of values and of modules, by the name of the attribute."""
+_UNCALLED = ("'int'", "'torch.device'", "'module'", "'_Watched'")  # the last is a module, for simulated ranks
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+
+_RETURNED = " results are returned: leave it out, or give a tensor for all of them as out="
+_AT_ONCE = " the call returns a Work already: leave it out"
+_MEANT = {
+    **dict.fromkeys(("group", "pg", "process_group", "comm", "process_set"), " call the method of that group instead"),
+    **dict.fromkeys(("dest", "destination", "group_dst"), "dst"),
+    **dict.fromkeys(("source", "group_src"), "src"),
+    **dict.fromkeys(("reduce_op", "reduction"), "op"),
+    **dict.fromkeys(("obj", "object", "sendobj", "data"), "value"),
+    **dict.fromkeys(("object_list", "scatter_list", "input_list"), " give the values of all ranks as one argument"),
+    **dict.fromkeys(("gather_list", "tensor_list", "output_tensor_list", "object_gather_list"), _RETURNED),
+    **dict.fromkeys(("output", "output_tensor", "recvbuf", "buf"), "out"),
+    **dict.fromkeys(("input", "input_tensor", "sendbuf"), "tensor"),
+    **dict.fromkeys(("input_split_sizes", "splits"), "in_splits"),
+    **dict.fromkeys(("sendtag", "recvtag"), "tag"),
+    "output_split_sizes": "out_splits",
+    "average": " give op='mean' or op='sum'",
+    "name": " calls need no name: leave it out",
+    "device_ids": " a group has one device: leave it out",
+    "device": " the group's device is group.device: leave it out",
+    "backend": " all groups of a job have one backend: leave it out",
+}
+"""Arguments that other libraries have for these calls, with advice."""
+_PEERS = {"dst": "the rank that gets it, as dst=0", "src": "the rank that has it, as src=0"}
+_ANY_SOURCE = "; recv_any() takes a message of any rank"
+
+
+def advise(error: BaseException) -> None:
+    """Adds a note of advice to a known error of Python or torch, once."""
+    text = str(error)
+    advice = next((advice for part, advice in _ON_TEXTS.items() if part in text), "")
+    if type(error) is TypeError and not advice:
+        advice = _on_called(error) if text.endswith("object is not callable") else _on_call(text)
+    if advice and advice not in getattr(error, "__notes__", ()):
+        error.add_note(advice)
+
+
+def _on_called(error: TypeError) -> str:
+    """Returns advice on a call of an attribute that is no function."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not str(error).startswith(_UNCALLED):
+        return ""
+    run = [each for each in dis.get_instructions(trace.tb_frame.f_code) if each.offset <= trace.tb_lasti]
+    # The attribute that is called begins where the call does.
+    names = [each.argval for each in run if each.opname in _ATTRIBUTES and _begin(each) == _begin(run[-1])]
+    return _ON_CALLED.get(names[-1], "") if names else ""
+
+
+def _begin(instruction: dis.Instruction) -> tuple[int | None, int | None]:
+    at = instruction.positions
+    return (at.lineno, at.col_offset) if at else (None, None)
+
+
+def _on_call(text: str) -> str:
+    """Returns advice on a call of a group's method with wrong arguments, from the text of Python's TypeError."""
+    callee, found, problem = text.partition("() ")
+    owner, _, name = callee.rpartition(".")
+    method = _method(owner, name) if found else None
+    if method is None:
+        return ""
+    known = [each for each in inspect.signature(method).parameters if each != "self"]
+    quoted = problem.split("'")[1::2]
+    if "missing" in problem:
+        peers = [f"give {_PEERS[each]}" for each in quoted if each in _PEERS]
+        advice = missing_arguments(method, quoted) + (f": {', '.join(peers)}" if peers else "")
+        return advice + (_ANY_SOURCE if name in ("recv", "irecv") else "")
+    if "unexpected keyword" in problem:
+        return no_argument(quoted[0], known, _meant(name, known))
+    return f"the arguments of {name} are {', '.join(known)}" if "positional argument" in problem else ""
+
+
+def _meant(method: str, known: list[str]) -> dict[str, str]:
+    root = "dst" if "dst" in known else "src"
+    at_once = f" write i{method}, which returns a Work" if method in ("send", "recv", "recv_any") else _AT_ONCE
+    return {**_MEANT, **dict.fromkeys(("root", "root_rank"), root), "async_op": at_once}
+
+
+def _method(owner: str, name: str) -> Callable[..., Any] | None:
+    """Returns a method of groups by the names that Python gives its class and itself."""
+    groups = sys.modules.get("echelon.group.group")  # which needs torch
+    classes = {} if groups is None else {each.__name__: each for each in groups.ProcessGroup.__mro__}
+    method = vars(classes[owner]).get(name) if owner in classes else None
+    return method if inspect.isfunction(method) and not name.startswith("_") else None

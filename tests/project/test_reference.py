@@ -1,0 +1,159 @@
+"""Each callable of the API reference describes its arguments and its result.
+
+Some arguments need no line under "Args:": `*args` and `**kwargs`, a single one that the first paragraph names, and
+fields with a docstring of their own or a word in that of their class. Nor do constructors of objects that the library
+makes, which say "Made by". A method without a docstring of its own is not in the reference.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import itertools
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+ROOT = Path(__file__).parents[2]
+
+
+def api_pages():
+    sys.path.insert(0, str(ROOT / "tools" / "site"))
+    try:
+        return importlib.import_module("api_pages")
+    finally:
+        sys.path.pop(0)
+        sys.modules.pop("api_pages", None)
+
+
+def resolved(name):
+    """The object of a full name such as "echelon.pipeline.Pipeline"."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(name)
+
+
+def callables():
+    """Functions, classes and methods of the reference, by full name."""
+    pages, found = api_pages(), {}
+    for name in (each for names in pages.contents().values() for each in names):
+        member = resolved(name)
+        if inspect.isclass(member) and not issubclass(member, BaseException):
+            shown = pages.MEMBERS.get(name)
+            if shown is None:
+                found[name] = member
+            methods = inspect.getmembers(member, lambda each: inspect.isfunction(each) or inspect.ismethod(each))
+            found |= {
+                f"{name}.{method}": function
+                for method, function in methods
+                if not method.startswith("_")
+                and inspect.unwrap(function).__module__.startswith("echelon.")
+                and (shown is None or method in shown)
+            }
+        elif inspect.isroutine(member):
+            found[name] = member
+    return {name: member for name, member in found.items() if documentation(member)}
+
+
+def documentation(member):
+    """The docstring. That of a class with the one of its constructor, as the page merges them."""
+    docs = [member.__doc__, member.__init__.__doc__ if inspect.isclass(member) and "__init__" in vars(member) else None]
+    return "\n\n".join(inspect.cleandoc(doc) for doc in docs if doc)
+
+
+def described(doc):
+    """The arguments that the section "Args:" names. One line may name several."""
+    return {
+        name.strip().lstrip("*")
+        for section in re.findall(r"^Args:\n((?:    .*\n|\n)+)", doc + "\n", re.MULTILINE)
+        for names in re.findall(r"^    (\w[\w, *]*):", section, re.MULTILINE)
+        for name in names.split(",")
+    }
+
+
+def fields(member):
+    """Fields of a class with a docstring of their own, or with a word in that of the class."""
+    if not (dataclasses.is_dataclass(member) or hasattr(member, "_fields")):
+        return set()
+    body = ast.parse(textwrap.dedent(inspect.getsource(member))).body[0].body
+    own = {
+        field.target.id
+        for field, after in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+    return own | set(re.findall(r"\w+", member.__doc__))
+
+
+def untold(member):
+    """Arguments that the docstring does not describe."""
+    doc = documentation(member)
+    is_class = inspect.isclass(member)
+    if is_class and re.search(r"\bMade by\b", doc):
+        return []
+    signature = inspect.signature(member.__init__ if is_class and "__init__" in vars(member) else member)
+    named = [
+        each.name
+        for each in signature.parameters.values()
+        if each.name not in ("self", "cls") and each.kind not in REST
+    ]
+    first = doc.partition("\n\n")[0]
+    if len(named) == 1 and re.search(rf"\b{named[0].replace('_', '[ _]')}", first):
+        return []
+    known = described(doc) | (fields(member) if is_class else set())
+    return [name for name in named if name not in known]
+
+
+def says_result(member):
+    """Whether the docstring says what comes back, where something does."""
+    signature = inspect.signature(member)
+    passes_all_on = all(each.name == "self" or each.kind in REST for each in signature.parameters.values())
+    if inspect.isclass(member) or str(signature.return_annotation) in ("None", "NoReturn"):
+        return True
+    if str(signature.return_annotation) == "Any" and passes_all_on:  # the result is another function's, as torch's Work
+        return True
+    doc = documentation(member)
+    return re.search(r"\b([Rr]eturns?|Yields|Whether)\b|^(Inside|Runs)\b", doc) is not None
+
+
+CALLABLES = callables()
+
+
+def test_the_reference_has_callables():
+    assert len(CALLABLES) > 200
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_each_argument_is_described(name):
+    assert untold(CALLABLES[name]) == []
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_the_result_is_described(name):
+    assert says_result(CALLABLES[name]), documentation(CALLABLES[name])
+
+
+def test_the_checks_find_what_is_left_out():
+    def scale(tensor, factor):
+        """Multiplies a tensor.
+
+        Args:
+            tensor: the tensor.
+        """
+
+    def times(count) -> int:
+        """Multiplies."""
+
+    assert untold(scale) == ["factor"]
+    assert untold(times) == ["count"]
+    assert not says_result(times)
