@@ -90,7 +90,7 @@ class Counted(io.BufferedIOBase):
 
 
 class OncePerText(io.BufferedIOBase):
-    """Stream of marked lines, without those that another rank has written already, such as a warning of torch."""
+    """Stream of marked lines. Leaves out a line that another rank has written already, such as a warning of torch."""
 
     def __init__(self, target: BinaryIO) -> None:
         self._target = target
