@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.arguments import missing_arguments, no_argument
+from echelon.errors import message_of
 
 _NO_GPU = (
     "torch finds no GPU here: use x.to(group.device) in place of x.cuda(), or run the script for GPUs that are not "
@@ -74,7 +75,7 @@ _ANY_SOURCE = "; recv_any() takes a message of any rank"
 
 def advise(error: BaseException) -> None:
     """Adds a note of advice to a known error of Python or torch, once."""
-    text = str(error)
+    text = message_of(error)
     advice = next((advice for part, advice in _ON_TEXTS.items() if part in text), "")
     if type(error) is TypeError and not advice:
         advice = _on_called(error) if text.endswith("object is not callable") else _on_call(text)
@@ -87,7 +88,7 @@ def _on_called(error: TypeError) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or not str(error).startswith(_UNCALLED):
+    if trace is None or not message_of(error).startswith(_UNCALLED):
         return ""
     run = [each for each in dis.get_instructions(trace.tb_frame.f_code) if each.offset <= trace.tb_lasti]
     # The attribute that is called begins where the call does.
