@@ -204,6 +204,24 @@ def operators_of(namespace: str) -> tuple[str, ...]:
     return tuple(sorted(name for space, _, name in known if space == namespace))
 
 
+def has_autocast(operator: str, key: str) -> bool:
+    """Whether autocast of a device treats one of torch's operators, such as "softmax.int" for "AutocastCUDA"."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key))
+
+
+def below_autocast() -> AbstractContextManager[None]:
+    """Returns a context in which operators run without autocast of the CPU, as those that it calls do."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_OF_CPU)
+
+
+_AUTOCAST_OF_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def position_of(operator: Any, name: str) -> int:
+    """Returns the number of arguments before a named one."""
+    return [each.name for each in operator._schema.arguments].index(name)
+
+
 def destroy_library(library: torch.library.Library) -> None:
     """Removes the operators of a library from torch.
 

@@ -1,8 +1,7 @@
 """Function mode that maps devices of CUDA to the CPU, and chooses operators as on a GPU.
 
 torch's autograd on fake tensors of CUDA needs a build for CUDA, and a GPU. So the tensors of a recorded rank are on the
-CPU for torch, and on the device for the recorder. Where torch chooses an operator by the device, as for attention and
-for autocast, this mode makes the choice of a GPU.
+CPU for torch, and X
 """
 
 from __future__ import annotations
@@ -99,9 +98,6 @@ class OnDevice(TorchFunctionMode):
                 # torch refuses to pin memory on a machine without a GPU.
                 if key != "pin_memory"
             }
-        if name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(_widened(each) for each in args)
-            kwargs = {key: _widened(each) for key, each in kwargs.items()}
         if name in FACTORIES and given[1].get("device") is None and (makes := _making(given)) is not None:
             with makes:
                 out = func(*args, **kwargs)
@@ -358,71 +354,6 @@ def _bias(mask: Tensor, query: Tensor) -> Tensor:
 _FLASH_WIDTH = 256
 """Most elements of a head that the flash kernel takes."""
 
-
-# Autocast. It computes fewer functions in float32 on the CPU than on a GPU.
-
-
-def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-        return value.float()
-    return value
-
-
-_IN_FLOAT32 = frozenset(
-    [
-        "__pow__",
-        "__rpow__",
-        "__rdiv__",
-        "acos",
-        "asin",
-        "cosh",
-        "erfinv",
-        "exp",
-        "expm1",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "reciprocal",
-        "rsqrt",
-        "sinh",
-        "tan",
-        "pow",
-        "softplus",
-        "layer_norm",
-        "group_norm",
-        "norm",
-        "cosine_similarity",
-        "poisson_nll_loss",
-        "cosine_embedding_loss",
-        "nll_loss",
-        "hinge_embedding_loss",
-        "kl_div",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "mse_loss",
-        "margin_ranking_loss",
-        "multilabel_margin_loss",
-        "soft_margin_loss",
-        "triplet_margin_loss",
-        "multi_margin_loss",
-        "binary_cross_entropy_with_logits",
-        "dist",
-        "pdist",
-        "cdist",
-        "renorm",
-        "logsumexp",
-        "cross_entropy",
-        "prod",
-        "softmax",
-        "log_softmax",
-        "cumprod",
-        "cumsum",
-        "sum",
-    ]
-)
-"""Functions that autocast computes in float32 on a GPU."""
 
 _Special: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -61,8 +61,8 @@ _OWN_ON_HOST = tuple(
 _OWN_MEMORY = os.path.join(os.sep, "echelon", "backends", "memory.py")
 """File of this package that makes tensors for others."""
 _RECORDING = os.path.join(os.sep, "echelon", "foresight", "")
-_INITIALIZATION = os.path.join(os.sep, "torch", "nn", "init.py")
-"""File of torch that draws weights again, as long as one of them is out of bounds."""
+_CHECKED = tuple(os.path.join(os.sep, "torch", "nn", name) for name in ("init.py", "functional.py"))
+"""Files of torch that read flags to refuse or draw again what is wrong, such as a negative variance."""
 _MOST_READS = 20_000
 """Flags that one line may read in a row."""
 _SMALL = 1 << 16
@@ -183,7 +183,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 return value.item()
         number = self.memory.number(args[0])
         if args[0].dtype == torch.bool:
-            if _of_initialization():
+            if _is_checked():
                 return False
             self._count_reads()
         if number in self._of_overflow:
@@ -335,9 +335,9 @@ def _is_on_host(operation: _Operation) -> bool:
     return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
 
 
-def _of_initialization() -> bool:
-    """Whether torch's initialization of weights reads a value."""
-    return calling_file((*BETWEEN, "_tensor.py")).endswith(_INITIALIZATION)
+def _is_checked() -> bool:
+    """Whether torch's own code reads a flag that is true if values are wrong."""
+    return calling_file((*BETWEEN, "_tensor.py")).endswith(_CHECKED)
 
 
 def _of_own(frame: FrameType | None) -> str | None:
