@@ -81,8 +81,6 @@ PRIVATE_NAMES = (
     "torch.distributed.distributed_c10d._store_based_barrier",
     "torch.distributed.distributed_c10d._tensor_to_object",
     "torch.distributed.distributed_c10d._world.pg_backend_config",
-    "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states",
-    "torch.distributed.fsdp._init_utils._get_compute_device",
     "torch.futures.Future._set_unwrap_func",
     "torch.library.Library._destroy",
     "torch.nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle",
@@ -113,6 +111,15 @@ GLOO_NAMES = (
     "torch.distributed.ProcessGroupGloo._Options._timeout",
 )
 """Further private names, present only in builds of torch with Gloo."""
+
+FSDP1_NAMES = (
+    "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states",
+    "torch.distributed.fsdp._init_utils._get_compute_device",
+)
+"""Further private names, probed when a program is foreseen. Without them FSDP1 cannot be foreseen.
+
+Their module imports DTensor and sympy: probed with the others, they would take each rank a third of its start.
+"""
 
 FSDP2_NAMES = ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._with_fqn",)
 """Further private names, probed when FSDP2 first communicates. Without them errors do not name its modules."""
