@@ -1,4 +1,7 @@
-"""What all tests share."""
+"""What all tests share.
+
+It imports torch late: the process that shares the tests out to others needs none, and starts them sooner without.
+"""
 
 import gc
 import os
@@ -9,8 +12,6 @@ import tempfile
 import pytest
 
 import echelon
-from echelon.testing import RankPool
-from tests.helpers.native_explorer import compile_explored
 
 os.environ["ECHELON_TUNED"] = "off"  # what `echelon tune` may have written here does not matter to tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -45,7 +46,7 @@ def pytest_runtest_teardown():
 @pytest.fixture(scope="session")
 def pool():
     """Real processes as ranks, kept over the whole session."""
-    with RankPool() as ranks:
+    with echelon.testing.RankPool() as ranks:
         yield ranks
 
 
@@ -59,6 +60,8 @@ def collected():
 @pytest.fixture(scope="session")
 def explored(tmp_path_factory):
     """The native library, compiled with a call of the test at each access to shared memory."""
+    from tests.helpers.native_explorer import compile_explored
+
     return compile_explored(tmp_path_factory.mktemp("explored"))
 
 

@@ -14,9 +14,11 @@ import torch
 
 import echelon
 from echelon import _torch_versions
+from echelon._torch_private.modules import devices_as_on_gpu
 from echelon._torch_versions import (
     COMPILED_NAMES,
     FLEX_NAMES,
+    FSDP1_NAMES,
     FSDP2_NAMES,
     GLOO_NAMES,
     OLDEST,
@@ -32,12 +34,12 @@ from echelon.cli import main
 from echelon.doctor import checkup
 
 ROOT = Path(__file__).parents[1]
-NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP2_NAMES + REPEATS_NAMES + COMPILED_NAMES + FLEX_NAMES
+NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP1_NAMES + FSDP2_NAMES + REPEATS_NAMES + COMPILED_NAMES + FLEX_NAMES
 
 
 def test_this_torch_has_every_private_name():
     assert lacking() == ()
-    assert missing(FSDP2_NAMES) == ()
+    assert missing(FSDP1_NAMES + FSDP2_NAMES) == ()
     require()
 
 
@@ -108,6 +110,12 @@ def test_what_needs_private_names_refuses_before_it_fails(newer_torch, monkeypat
 
 def test_what_needs_no_torch_is_there_all_the_same(newer_torch, capsys):
     assert main(["plan", "1f1b", "-r", "2", "-m", "2"]) == 0
+
+
+def test_without_the_names_of_fsdp1_other_programs_are_foreseen(monkeypatch):
+    monkeypatch.delattr("torch.distributed.fsdp._init_utils._get_compute_device")
+    with devices_as_on_gpu():
+        assert torch._C._get_accelerator() == torch.device("cuda")
 
 
 def test_the_doctor_names_it(newer_torch, capsys):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -82,9 +83,15 @@ def problems(mutations: Sequence[Mutation]) -> Iterator[str]:
         source = path.read_text()
         if (count := source.count(one.find)) != 1:
             yield f"{one}: its text occurs {count} times in {one.path}, not once"
-        elif ast.dump(ast.parse(one.applied(source))) == ast.dump(ast.parse(source)):
+        elif _dumped(one.applied(source)) == _dumped(source):
             yield f"{one}: it changes nothing"
         yield from (f"{one}: there is no tests/{test}" for test in one.tests if not (ROOT / "tests" / test).is_file())
+
+
+# Most files have several mutations.
+@functools.cache
+def _dumped(source: str) -> str:
+    return ast.dump(ast.parse(source))
 
 
 class Outcome(NamedTuple):

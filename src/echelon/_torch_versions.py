@@ -29,12 +29,14 @@ PRIVATE_NAMES = (
     "torch.Tensor._version",
     "torch.UntypedStorage._cdata",
     "torch._C.DisableTorchFunction",
+    "torch._C._ExcludeDispatchKeyGuard",
     "torch._C.Future.wait",
     "torch._C._DisableTorchDispatch",
     "torch._C._TorchDispatchModeKey.FAKE",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
     "torch._C._dispatch_get_all_op_names",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._dispatch_keys",
     "torch._C._distributed_c10d._DistributedBackendOptions",
     "torch._C._distributed_c10d._register_work",
@@ -81,11 +83,6 @@ PRIVATE_NAMES = (
     "torch.distributed.distributed_c10d._store_based_barrier",
     "torch.distributed.distributed_c10d._tensor_to_object",
     "torch.distributed.distributed_c10d._world.pg_backend_config",
-    "torch.distributed.fsdp._flat_param.FlatParamHandle.flat_param_to",
-    "torch.distributed.fsdp._flat_param.FlatParamHandle.pre_unshard",
-    "torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_backward",
-    "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states",
-    "torch.distributed.fsdp._init_utils._get_compute_device",
     "torch.futures.Future._set_unwrap_func",
     "torch.library.Library._destroy",
     "torch.nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle",
@@ -116,6 +113,18 @@ GLOO_NAMES = (
     "torch.distributed.ProcessGroupGloo._Options._timeout",
 )
 """Further private names, present only in builds of torch with Gloo."""
+
+FSDP1_NAMES = (
+    "torch.distributed.fsdp._flat_param.FlatParamHandle.flat_param_to",
+    "torch.distributed.fsdp._flat_param.FlatParamHandle.pre_unshard",
+    "torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_backward",
+    "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states",
+    "torch.distributed.fsdp._init_utils._get_compute_device",
+)
+"""Further private names, probed when a program is foreseen. Without them FSDP1 cannot be foreseen.
+
+Their modules import DTensor and sympy: probed with the others, they would take each rank a third of its start.
+"""
 
 FSDP2_NAMES = ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._with_fqn",)
 """Further private names, probed when FSDP2 first communicates. Without them errors do not name its modules."""

@@ -54,10 +54,15 @@ HOOKS = {
 }
 
 
+@pytest.fixture(scope="module")
+def losses():
+    """Losses of plain training, at its start and at its end."""
+    return plain(0)[0], plain()[0]
+
+
 @pytest.mark.parametrize("name", HOOKS)
-def test_hooks_reach_the_loss_of_plain_training(run, name):
-    expected, _ = plain()
-    start, _ = plain(0)
+def test_hooks_reach_the_loss_of_plain_training(run, losses, name):
+    start, expected = losses
     ranks = run(train_with, 3, name)
     for loss, weights in ranks:
         assert loss < start - 0.9 * (start - expected)

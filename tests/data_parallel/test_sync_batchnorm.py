@@ -42,7 +42,7 @@ def on_rank(group, dims, counts, options):
     return run_layer(layer, values(dims).split(counts)[group.rank], 2)
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("dims", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("counts", [[10], [5, 5], [7, 3], [1, 8, 1], [0, 6, 4]])
 @pytest.mark.parametrize(
     "options", [{}, {"momentum": None}, {"affine": False}, {"bias": False}, {"track_running_stats": False}]

@@ -46,7 +46,7 @@ def train_sharded(group, make, name, bucket_mb):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("bucket_mb", [25, 1e-5])
 def test_it_trains_as_the_plain_optimizer_does(name, world_size, bucket_mb):
     optimizer_class, options = OPTIMIZERS[name]

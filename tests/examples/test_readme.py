@@ -30,6 +30,7 @@ def test_the_example_runs_on_real_processes(name, backend, pool, tmp_path):
     assert outputs[1] == ""
 
 
+@pytest.mark.slow  # the next test runs them so without their pictures, the one above on processes with them
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_the_example_runs_on_simulated_ranks(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)

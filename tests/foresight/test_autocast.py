@@ -25,7 +25,11 @@ CALLS = {
     "pad": lambda x: (F.pad(x.image, (1, 1, 1, 1), mode="reflect"), F.pad(x.sample, (1, 1), mode="replicate")),
     "pool": lambda x: (F.max_pool2d(x.image, 2), F.avg_pool3d(x.volume, 2), F.adaptive_avg_pool3d(x.volume, 1)),
     "cross_entropy": lambda x: F.cross_entropy(x.half, x.labels),
-    "mse_loss": lambda x: (F.mse_loss(x.half, x.half), F.l1_loss(x.half, x.half), F.kl_div(x.half, x.half, reduction="sum")),
+    "mse_loss": lambda x: (
+        F.mse_loss(x.half, x.half),
+        F.l1_loss(x.half, x.half),
+        F.kl_div(x.half, x.half, reduction="sum"),
+    ),
     "matmul": lambda x: (x.single @ x.single, torch.einsum("ij,jk->ik", x.single, x.half), x.single.mv(x.vector)),
     "scatter_add": lambda x: (x.single.scatter_add(0, x.indices, x.half), x.half.scatter_add(0, x.indices, x.half)),
     "addcmul": lambda x: (x.single.addcmul(x.half, x.half), torch.atan2(x.half, x.single)),

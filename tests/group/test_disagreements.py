@@ -123,9 +123,9 @@ def play_one_case(group, pair, odd):
     return play(group, pair[group.rank != odd])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_on_deterministic_ranks(world_size):
-    for pair, odd in cases(world_size):
+@sizes(3)
+def test_on_deterministic_ranks(world_size, chosen):
+    for pair, odd in chosen(world_size):
         check(echelon.simulate(play_one_case, world_size, (pair, odd), late_sends=True).results, pair, odd)
 
 

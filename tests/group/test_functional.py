@@ -201,7 +201,7 @@ CHECKED = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", CHECKED)
 def test_gradients_equal_differences(name, world_size):
     act, uneven = CHECKED[name]

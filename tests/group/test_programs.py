@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 import echelon
 from tests.helpers.random_programs import programs, run, verify
 
-FEW = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=75, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 FEW_ON_PROCESSES = settings(FEW, max_examples=8)
 MANY = settings(FEW, max_examples=10_000)
 MANY_ON_PROCESSES = settings(FEW, max_examples=250)

@@ -48,18 +48,25 @@ def compile_explored(tmp_path, folder=FOLDER, name="explored"):
     if compiler is None:
         pytest.skip("exploring the native library needs a C compiler of the system")
     path = tmp_path / f"{name}.so"
-    sources = BUILD["SOURCES"]
-    if (folder / "combine.c").read_bytes() == (FOLDER / "combine.c").read_bytes():
-        kernels = _kernels(tmp_path.parent / "combine.o", *compiler)
-        sources = [kernels if source == "combine.c" else source for source in sources]
+    sources = [
+        _object(tmp_path.parent, source, *compiler) if _is_unchanged(folder, source) else source
+        for source in BUILD["SOURCES"]
+    ]
     BUILD["compile_library"](path, compiler, *_OPTIONS, folder=folder, sources=sources)
     return path
 
 
+def _is_unchanged(folder, source):
+    """Whether a source and all headers are those of the project: a mutation changes one file."""
+    names = [source, *(header.name for header in FOLDER.glob("*.h"))]
+    return all((folder / name).read_bytes() == (FOLDER / name).read_bytes() for name in names)
+
+
 @functools.cache
-def _kernels(path, *compiler):
-    """Compiles the reductions once for all tests of a process: they take most of the time, and access no word."""
-    BUILD["compile_library"](path, compiler, *_OPTIONS, "-c", sources=["combine.c"])
+def _object(folder, source, *compiler):
+    """Compiles a source of the project once for all tests of a process."""
+    path = folder / f"{source}.o"
+    BUILD["compile_library"](path, compiler, *_OPTIONS, "-c", sources=[source])
     return str(path)
 
 

@@ -31,7 +31,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
     assert not hasattr(echelon, "no_such_name")
 
 
-def test_modules_are_reached_without_an_import_of_their_own():
+def test_modules_are_imported_when_they_are_used():
     """In a new interpreter: the tests have imported all of them."""
     code = (
         "import sys, echelon\n"
@@ -39,6 +39,10 @@ def test_modules_are_reached_without_an_import_of_their_own():
         "assert set(echelon._SUBMODULES) <= set(dir(echelon))\n"
         "echelon.pipeline.schedules.build('gpipe', num_ranks=2, num_microbatches=2)\n"
         "assert 'torch' not in sys.modules, 'a schedule needs no torch'\n"
+        "import echelon.launch.worker\n"
+        "echelon.init().close()\n"
+        "slow = {'sympy', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch._dynamo'}\n"
+        "assert not slow & set(sys.modules), 'ranks that do not use them would start later'\n"
         "print(echelon.testing.RankPool, echelon.functional.all_reduce, echelon.simulation.PRESETS)\n"
         "assert 'pytest' not in sys.modules\n"
     )

@@ -36,12 +36,13 @@ PUBLIC_MODULES += ["echelon.data_parallel", "echelon.pipeline.schedules", "echel
 
 
 def test_every_public_name_is_in_the_reference(tools):
-    listed = {name for names in tools["api_pages"].contents().values() for name in names}
+    pages = tools["api_pages"].contents()
+    listed = {name for names in pages.values() for name in names}
     short = {name.removeprefix("echelon.") for name in listed if name.count(".") == 1}
     for module in map(importlib.import_module, PUBLIC_MODULES):
         defined = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         for name in getattr(module, "__all__", [name for name in defined if not name.startswith("_")]):
-            is_page = f"{module.__name__}.{name}" in tools["api_pages"].contents()
+            is_page = f"{module.__name__}.{name}" in pages
             assert f"{module.__name__}.{name}" in listed or name in short or is_page, f"{module.__name__}.{name}"
 
 

@@ -59,7 +59,7 @@ def call(group, operation, num_bytes):
 
 
 @pytest.mark.parametrize("way", ["whole", "messages"])
-@pytest.mark.parametrize("rows", [1, 32, 1024])
+@pytest.mark.parametrize("rows", [1, pytest.param(32, marks=pytest.mark.slow), 1024])
 @pytest.mark.parametrize(("operation", "algorithm", "world_size"), CASES)
 def test_collectives_take_the_time_of_their_formulas(monkeypatch, operation, algorithm, world_size, rows, way):
     monkeypatch.setenv(f"ECHELON_{operation.upper()}", algorithm)
@@ -85,7 +85,12 @@ NOT_EXACT = {
 @pytest.mark.parametrize(
     ("algorithm", "world_size"),
     [
-        pytest.param(algorithm, world_size, id=f"{operation}-{algorithm.name}-{world_size}")
+        pytest.param(
+            algorithm,
+            world_size,
+            id=f"{operation}-{algorithm.name}-{world_size}",
+            marks=pytest.mark.slow if world_size in (5, 12) else (),  # 3 and 7 are odd, and 4 and 8 are even
+        )
         for operation in OPERATIONS
         for algorithm in algorithms_of(operation)
         for world_size in (2, 3, 4, 5, 7, 8, 12)

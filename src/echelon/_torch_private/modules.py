@@ -12,7 +12,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon._torch_private.tensors import FakeTensor
-from echelon._torch_versions import COMPILED_NAMES, FLEX_NAMES, missing
+from echelon._torch_versions import COMPILED_NAMES, FLEX_NAMES, FSDP1_NAMES, missing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -74,9 +74,22 @@ def devices_as_on_gpu() -> Iterator[None]:
     Both are found by private functions. FSDP1 compares the device that it has found with that of its tensors, and
     refuses tensors of the CPU where it would broadcast them.
     """
+    find_accelerator = torch._C._get_accelerator
+    torch._C._get_accelerator = lambda *_: torch.device("cuda")
+    try:
+        with _fsdp1_on_cpu():
+            yield
+    finally:
+        torch._C._get_accelerator = find_accelerator
+
+
+@contextmanager
+def _fsdp1_on_cpu() -> Iterator[None]:
+    if missing(FSDP1_NAMES):
+        yield
+        return
     init: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
-    find, find_accelerator = init._get_compute_device, torch._C._get_accelerator
-    check = init._check_module_states_for_sync_module_states
+    find, check = init._get_compute_device, init._check_module_states_for_sync_module_states
 
     def compute_device(*args: Any, **kwargs: Any) -> torch.device:
         device: torch.device = find(*args, **kwargs)
@@ -84,12 +97,10 @@ def devices_as_on_gpu() -> Iterator[None]:
 
     init._get_compute_device = compute_device
     init._check_module_states_for_sync_module_states = lambda _: None
-    torch._C._get_accelerator = lambda *_: torch.device("cuda")
     try:
         yield
     finally:
-        init._get_compute_device, torch._C._get_accelerator = find, find_accelerator
-        init._check_module_states_for_sync_module_states = check
+        init._get_compute_device, init._check_module_states_for_sync_module_states = find, check
 
 
 @contextmanager
@@ -103,6 +114,9 @@ def offloaded_parameters_by(
         gather: wraps the method before the parameter is gathered, which moves an offloaded one to the GPU.
         begin: wraps the method before the backward pass, which drops a gradient on the host.
     """
+    if missing(FSDP1_NAMES):
+        yield
+        return
     handle: Any = importlib.import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
     before_gathering, before_backward = handle.pre_unshard, handle.prepare_gradient_for_backward
     handle.pre_unshard, handle.prepare_gradient_for_backward = gather(before_gathering), begin(before_backward)

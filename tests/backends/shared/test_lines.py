@@ -19,7 +19,7 @@ from tests.helpers.task_host import Chance, Interruptions, Stuck
 
 @pytest.mark.parametrize("name", shared_memory_scenarios.ALL)
 def test_in_every_order_of_loads_and_stores_messages_arrive_as_they_were_sent(explored, name):
-    plays = (shared_memory_scenarios.play(explored, name, Chance(seed), seed) for seed in range(40))
+    plays = (shared_memory_scenarios.play(explored, name, Chance(seed), seed) for seed in range(20))
     assert sum(explorer.host.num_sleeps for explorer in plays), "no rank ever slept"
 
 

@@ -65,7 +65,7 @@ _UNCHANGED = (
 @contextmanager
 def autocast_as_on_gpu() -> Iterator[None]:
     """Inside, autocast treats operators of recorded ranks as on a GPU."""
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for names, treatment in _TREATMENTS.items():
             for name in names:
