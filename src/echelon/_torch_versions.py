@@ -115,9 +115,8 @@ GLOO_NAMES = (
 """Further private names, present only in builds of torch with Gloo."""
 
 FSDP1_NAMES = (
-    "torch.distributed.fsdp._flat_param.FlatParamHandle.flat_param_to",
-    "torch.distributed.fsdp._flat_param.FlatParamHandle.pre_unshard",
-    "torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_backward",
+    "torch.distributed.fsdp._flat_param.FlatParamHandle._force_full_precision",
+    "torch.distributed.fsdp._flat_param.FlatParamHandle._uses_param_mixed_precision",
     "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states",
     "torch.distributed.fsdp._init_utils._get_compute_device",
 )

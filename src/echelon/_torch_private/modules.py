@@ -127,19 +127,12 @@ def offloaded_parameters_by(
 
 
 def move_to_gpu(handle: Any) -> bool:
-    """Moves the offloaded flat parameter of a handle of FSDP1 to the GPU. Returns False if there is none to move."""
+    """Moves the flat parameter of a handle of FSDP1 from the host to the GPU. Returns False if it need not be moved."""
     # In 16 bits a copy in that type is on the GPU already.
-    if not handle._offload_params or (handle._uses_param_mixed_precision and not handle._force_full_precision):
+    if handle._uses_param_mixed_precision and not handle._force_full_precision:
         return False
     handle.flat_param_to(torch.device("cuda"), non_blocking=True)
     return True
-
-
-def drop_offloaded_gradient(handle: Any) -> None:
-    """Drops the gradient of an offloaded flat parameter, which lies in another tensor of the host, too."""
-    parameter = handle.flat_param
-    if handle._offload_params and parameter.grad is not None and parameter.grad.size() == parameter._local_shard.size():
-        parameter.grad = None
 
 
 @contextmanager

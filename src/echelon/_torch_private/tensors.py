@@ -210,7 +210,7 @@ def has_autocast(operator: str, key: str) -> bool:
 
 
 def below_autocast() -> AbstractContextManager[None]:
-    """Returns a context in which operators run without autocast of the CPU, as those that it calls do."""
+    """Returns a context in which an operator, and all operators that it calls, run without autocast of the CPU."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_OF_CPU)
 
 

@@ -83,7 +83,7 @@ class MemoryCurves(Mapping[int, Memory]):
 
     @property
     def of_hosts(self) -> tuple[int, ...]:
-        """Most bytes of tensors on the CPU by host: those of all its ranks, such as offloaded parameters."""
+        """Most bytes of tensors on the CPU by host, of all its ranks together, such as offloaded parameters."""
         cluster = self.played.cluster
         sizes = [0] * len(cluster.hosts)
         for rank in range(self.played.world_size):

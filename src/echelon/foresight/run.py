@@ -143,7 +143,7 @@ class Foreseen:
 
     @cached_property
     def host_memory(self) -> tuple[int, ...]:
-        """Most bytes of tensors on the CPU by host: those of all its ranks, such as offloaded parameters."""
+        """Most bytes of tensors on the CPU by host, of all its ranks together, such as offloaded parameters."""
         return self.memory.of_hosts
 
     @property

@@ -120,7 +120,7 @@ def _in_widest(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
 
 def _as_on_cpu(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Converts as torch does for other threads than those of recorded ranks."""
+    """Converts as torch does for threads that run no recorded rank."""
     return _in_float32(*given)
 
 

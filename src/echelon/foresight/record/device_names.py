@@ -22,7 +22,6 @@ from echelon._torch_private.distributed import all_gather_into, batches_noted, d
 from echelon._torch_private.modules import (
     ddp_of_sync_batch_norm,
     devices_as_on_gpu,
-    drop_offloaded_gradient,
     flex_attention_by,
     move_to_gpu,
     offloaded_parameters_by,
@@ -36,6 +35,7 @@ from echelon._torch_private.tensors import (
     real_tensors,
     storage_address,
     tree_leaves,
+    without_functions,
 )
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record import streams
@@ -588,16 +588,26 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
-def _gathered_on_gpu(_: Recording, original: Callable[..., bool], handle: Any) -> bool:
+def _gathered_on_gpu(recording: Recording, original: Callable[..., bool], handle: Any) -> bool:
     """Prepares a flat parameter of FSDP1 for its gathering, which NCCL does on the GPU. Returns whether it changed."""
     has_changed = original(handle)
-    return move_to_gpu(handle) or has_changed
+    return (_is_on_host(recording, handle.flat_param) and move_to_gpu(handle)) or has_changed
 
 
-def _without_offloaded_gradient(_: Recording, original: Callable[..., None], handle: Any) -> None:
+def _without_offloaded_gradient(recording: Recording, original: Callable[..., None], handle: Any) -> None:
     """Prepares a flat parameter of FSDP1 for its backward pass."""
-    drop_offloaded_gradient(handle)
+    # FSDP1 keeps an offloaded gradient in another tensor, too.
+    if _is_on_host(recording, handle.flat_param.grad):
+        handle.flat_param.grad = None
     original(handle)
+
+
+def _is_on_host(recording: Recording, tensor: Any) -> bool:
+    """Whether a fake tensor is known to be on the host."""
+    if not isinstance(tensor, FakeTensor):
+        return False
+    with without_functions():
+        return recording.memory.known(tensor) in recording.memory.on_host
 
 
 _OF_FSDP1 = _gathered_on_gpu, _without_offloaded_gradient

@@ -62,7 +62,7 @@ _OWN_MEMORY = os.path.join(os.sep, "echelon", "backends", "memory.py")
 """File of this package that makes tensors for others."""
 _RECORDING = os.path.join(os.sep, "echelon", "foresight", "")
 _CHECKED = tuple(os.path.join(os.sep, "torch", "nn", name) for name in ("init.py", "functional.py"))
-"""Files of torch that read flags to refuse or draw again what is wrong, such as a negative variance."""
+"""Files of torch that read flags to refuse wrong values, or to draw them again, such as a negative variance."""
 _MOST_READS = 20_000
 """Flags that one line may read in a row."""
 _SMALL = 1 << 16
