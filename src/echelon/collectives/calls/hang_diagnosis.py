@@ -2,10 +2,10 @@
 
 Strategy. A waiting rank queries the rank that it waits for, after a second and then at doubling intervals. If the peer
 has called another operation in its place, or has finished it, the awaited message will never come. The same holds if
-the peer's program waits in a collective of another group, or for a message, for a rank that waits in turn, and so on,
-back to this rank. All wait in their main threads, and no other thread runs code of the program. A rank that has not
-called a collective has sent nothing for it, so to ask one rank after the other is enough. At the timeout all ranks are
-queried, so that the error names the rank that is behind, not a rank that itself waits for it.
+the peer's program waits in a collective of another group, or for a message. The rank for which it waits then waits in
+turn, and so on, back to this rank. All wait in their main threads, and no other thread runs code of the program. A rank
+that has not called a collective has sent nothing for it, so to ask one rank after the other is enough. At the timeout
+all ranks are queried, so that the error names the rank that is behind, not a rank that itself waits for it.
 """
 
 from __future__ import annotations
