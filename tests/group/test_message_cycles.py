@@ -57,6 +57,49 @@ def test_a_collective_that_waits_for_ranks_in_receives(pool, backend):
     assert any(re.search(wanted, message) for message in messages), messages
 
 
+def waits_of_both_kinds(group):
+    """Two pipelines of two stages: pairs that average gradients wait for pairs that exchange activations."""
+    first, second = group.subgroup([0, 1]), group.subgroup([2, 3])
+    pair = first if group.rank == 0 else second
+    with pytest.raises(ERRORS) as caught:
+        group.recv({1: 3, 2: 0}[group.rank]) if group.rank in (1, 2) else pair.all_reduce(torch.ones(3))
+    return str(caught.value)
+
+
+@BACKENDS
+def test_a_circle_of_collectives_and_messages(pool, backend):
+    messages = pool.run(waits_of_both_kinds, 4, backend=backend)
+    receive = rf"receive from rank \d, tag 0 of group 'world' at {HERE}"
+    reduce = rf"all_reduce\(sum\) of float32\[3\], #1 of group 'world/\d' at {HERE}"
+    wanted = (
+        rf"{reduce} on rank (0|3) waits for rank (1|2), which waits in {receive}, which waits for rank (1|2) in "
+        rf"{reduce}, which waits in {receive}: put collectives and messages in one order that all ranks follow"
+    )
+    assert any(re.search(wanted, message) for message in messages), messages
+
+
+def received_after_a_collective_of_others(group):
+    """Rank 1 waits for a message that rank 2 sends after a collective, for which rank 3 comes late."""
+    pair = [group.subgroup([0, 1]), group.subgroup([2, 3])]
+    if group.rank == 0:
+        pair[0].all_reduce(torch.ones(3))
+    elif group.rank == 1:
+        group.recv(2)
+        pair[0].all_reduce(torch.ones(3))
+    elif group.rank == 2:
+        pair[1].all_reduce(torch.ones(3))
+        group.send(torch.ones(3), 1)
+    else:
+        time.sleep(3.5)
+        pair[1].all_reduce(torch.ones(3))
+    return True
+
+
+@BACKENDS
+def test_ranks_that_wait_for_a_late_one_go_on(pool, backend):
+    assert all(pool.run(received_after_a_collective_of_others, 4, backend=backend))
+
+
 def send_in_a_thread(group):
     """Each rank waits for the other, and a thread of rank 0 sends after seconds."""
 

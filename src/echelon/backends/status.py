@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-from echelon.operation_records import FlightRecorder
+from echelon.operation_records import FlightRecorder, OperationRecord
 
 ANSWER_SECONDS = 2.0
 """Time for a rank to answer a question."""
@@ -52,9 +53,9 @@ class Status(NamedTuple):
     text: str
     """The call that it made instead of this collective, else its current activity; with the user's line."""
     details: tuple[int, ...] = ()
-    """If it is BLOCKED, three numbers: context and number of the collective in which it is, and the rank that it waits
-    for. If it is WAITING, four: the awaited rank, the messages from there, the messages sent to the rank of the
-    question, and its wait."""
+    """Four numbers. If it is BLOCKED: context and number of the collective in which it is, the rank that it waits for,
+    and the messages sent to the rank of the question; 0 for the question about a collective. If it is WAITING: the
+    awaited rank, the messages from there, the messages sent to the rank of the question, and its wait."""
 
 
 def status_of(recorder: FlightRecorder, question: Question) -> Status:
@@ -70,12 +71,24 @@ def status_of(recorder: FlightRecorder, question: Question) -> Status:
     latest = recorder.latest(question.context)
     if latest is None or latest.sequence < question.sequence:
         others = [each for each in recorder.under_way() if each.sequence and each.context != question.context]
-        for each in others:
-            if each.watch is not None and (awaited := each.watch.blocks_for()) is not None:
-                return Status(Standing.BLOCKED, f"in {each}", (each.context, each.sequence, awaited))
+        if (blocked := blocked_in(others)) is not None:
+            return blocked
         standing = Standing.ELSEWHERE if others else Standing.BEFORE
     elif flight is not None and (flight.ended is None or flight.error):
         standing = Standing.SAME
     else:
         standing = Standing.PAST
     return Status(standing, recorder.activity())
+
+
+def blocked_in(flights: Iterable[OperationRecord], num_sent: int = 0) -> Status | None:
+    """Returns the status of a rank whose program waits in one of some collectives. None if it may go on.
+
+    Args:
+        flights: records of the collectives.
+        num_sent: messages sent to the rank of the question.
+    """
+    for each in flights:
+        if each.watch is not None and (awaited := each.watch.blocks_for()) is not None:
+            return Status(Standing.BLOCKED, f"in {each}", (each.context, each.sequence, awaited, num_sent))
+    return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from threading import main_thread
 
 from echelon.backends.formats import wire
-from echelon.backends.status import Question, Standing, Status, status_of
+from echelon.backends.status import Question, Standing, Status, blocked_in, status_of
 from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.peers import Peers
 from echelon.backends.work import Work
@@ -28,7 +28,7 @@ MAX_UNSENT_WORDS = 4_096
 
 _DETAILED = re.compile(r"([0-9a-f]{1,16}(?::[0-9a-f]{1,16})*) (.*)", re.DOTALL)
 """Note of an answer: its details, and its text."""
-_NUM_DETAILS = {Standing.BLOCKED: 3, Standing.WAITING: 4}
+_NUM_DETAILS = {Standing.BLOCKED: 4, Standing.WAITING: 4}
 
 
 class StatusQuery:
@@ -99,8 +99,14 @@ class ControlFrames:
                 query.drop(rank)
 
     def message_wait(self, receiver: int) -> Status:
-        """Returns this rank's status for `wait_behind(receiver)`: WAITING, unless the program may do anything else."""
+        """Returns this rank's status for `wait_behind(receiver)`: WAITING, unless the program may do anything else.
+
+        BLOCKED if it waits in a collective.
+        """
         wait, mailbox, main = self._recorder.message_wait, self._mailbox, main_thread().ident
+        collectives = [each for each in self._recorder.under_way() if each.sequence]
+        if (blocked := blocked_in(collectives, self._parting.num_sent(receiver))) is not None:
+            return blocked
         if (
             wait is None
             or wait.thread != main
@@ -108,7 +114,7 @@ class ControlFrames:
             or not self._recorder.callers() <= {main}
             or may_run_in_other_threads(main)
             # What is called at the end of a collective may send.
-            or any(each.sequence for each in self._recorder.under_way())
+            or collectives
         ):
             return Status(Standing.BEFORE, self._recorder.activity())
         details = wait.peer, mailbox.num_come(wait.peer), self._parting.num_sent(receiver), wait.number

@@ -2,21 +2,21 @@
 
 Strategy. A waiting rank queries the rank that it waits for, after a second and then at doubling intervals. If the peer
 has called another operation in its place, or has finished it, the awaited message will never come. The same holds if
-the peer's program waits in a collective of another group for a rank that has not called that one, and so on, back to
-this rank. All wait in their main threads, and no other thread runs code of the program. A rank that has not called a
-collective has sent nothing for it, so to ask one rank after the other is enough. At the timeout all ranks are queried,
-so that the error names the rank that is behind, not a rank that itself waits for it.
+the peer's program waits in a collective of another group, or for a message. The rank for which it waits then waits in
+turn, and so on, back to this rank. All wait in their main threads, and no other thread runs code of the program. A rank
+that has not called a collective has sent nothing for it, so to ask one rank after the other is enough. At the timeout
+all ranks are queried, so that the error names the rank that is behind, not a rank that itself waits for it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident, main_thread
 
 from echelon.backends.base import Backend
 from echelon.backends.message_cycle import chain, described
-from echelon.backends.status import ANSWER_SECONDS, Question, Standing, Status
+from echelon.backends.status import ANSWER_SECONDS, Question, Standing, Status, wait_behind
 from echelon.backends.work import is_waited_for
 from echelon.call_site import may_run_in_other_threads
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
@@ -106,6 +106,10 @@ class HangDiagnosis:
                     "it"
                 )
             return
+        if status.standing in _BEHIND and (waits := self._mixed_circle()) and not has_come():
+            links = ", ".join(_links(waits, self._backend.rank))
+            advice = "put collectives and messages in one order that all ranks follow"
+            raise CollectiveMismatch(f"{self._mine()} waits for rank {peer}, {links}: {advice}")
         if status.standing == Standing.PAST:
             raise CollectiveMismatch(
                 f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
@@ -138,7 +142,7 @@ class HangDiagnosis:
         texts: list[str] = []
         seen = set[int]()
         while status.standing == Standing.BLOCKED:
-            context, sequence, awaited = status.details
+            context, sequence, awaited, _ = status.details
             if awaited == self._backend.rank:
                 latest = self._backend.flight_recorder.latest(context)
                 is_called = latest is not None and latest.sequence >= sequence
@@ -154,6 +158,44 @@ class HangDiagnosis:
                 break
             status = answers[awaited]
         return []
+
+    def _mixed_circle(self) -> dict[int, Status]:
+        """Returns ranks that wait for the next one each, in collectives or for messages, the last one for this rank.
+
+        Empty if one of them may go on. As for messages alone, all are asked twice; see `message_cycle`.
+        """
+        found = self._walk()
+        return found if found and _details(self._walk()) == _details(found) else {}
+
+    def _walk(self) -> dict[int, Status]:
+        backend, found = self._backend, dict[int, Status]()
+        rank, before = self._awaited, backend.rank
+        question, expected = Question(self._flight.context, self._flight.sequence, 0), None
+        while rank != backend.rank:
+            status = backend.control.ask([rank], question, ANSWER_SECONDS).get(rank)
+            if expected is None and status is not None and status.standing in _NOT_CALLED:
+                status = backend.control.ask([rank], wait_behind(before), ANSWER_SECONDS).get(rank)
+            # A circle without this rank is found by its members.
+            if status is None or status.standing not in (Standing.BLOCKED, Standing.WAITING) or rank in found:
+                return {}
+            found[rank] = status
+            waits_for_message = status.standing == Standing.WAITING
+            num_sent = status.details[2 if waits_for_message else 3]
+            if expected is not None and num_sent != expected:
+                return {}  # a message is on its way
+            before = rank
+            if waits_for_message:
+                rank, expected, _, _ = status.details
+                question = wait_behind(before)
+            else:
+                context, sequence, rank, _ = status.details
+                question, expected = Question(context, sequence, 0), None
+        if expected is None:
+            latest = backend.flight_recorder.latest(question.context)
+            is_awaited = latest is None or latest.sequence < question.sequence
+        else:
+            is_awaited = backend.control.num_sent(before) == expected
+        return found if is_awaited and self.blocks_for() is not None else {}
 
     def disagreement(self, peer: int, theirs: str = "", detail: str = "") -> CollectiveMismatch:
         """Returns the error for a rank that makes other calls, with the first call in which the two differ.
@@ -252,6 +294,20 @@ class HangDiagnosis:
 
     def _mine(self) -> str:
         return f"{self._flight} on rank {self._backend.rank}"
+
+
+def _details(waits: Mapping[int, Status]) -> dict[int, tuple[int, ...]]:
+    return {rank: status.details for rank, status in waits.items()}
+
+
+def _links(waits: Mapping[int, Status], own: int) -> Iterator[str]:
+    """Yields for whom and where each rank waits. The last one waits for this rank."""
+    following = [*list(waits)[1:], own]
+    for status, rank in zip(waits.values(), following, strict=True):
+        if status.standing == Standing.WAITING:
+            yield f"which waits in {status.text}"
+        else:
+            yield f"which waits for {'this rank' if rank == own else f'rank {rank}'} {status.text}"
 
 
 def first_at_other_lines(
