@@ -396,11 +396,14 @@ def test_a_rank_closes_its_stream_for_itself(simulate, write):
     assert simulate("-n", 2, script).out == "[1] open\n"
 
 
-def test_a_mistake_in_the_source_is_shown_as_python_shows_it(simulate, write):
-    ended = simulate("-n", 1, write("print('x'"))
+def test_a_mistake_in_the_source_is_told_once(simulate, write):
+    ended = simulate("-n", 2, write("print('x'"))
     assert ended.status == 1
-    assert "Echelon" not in ended.err
-    assert "[0] SyntaxError: '(' was never closed" in ended.err
+    line = write("print('x'") + ":1: SyntaxError: '(' was never closed: print('x'"
+    assert ended.err == f"echelon: {line}\n"
+    assert simulate("-n", 1, write("x = 1\0")).err == (
+        "echelon: SyntaxError: source code string cannot contain null bytes\n"
+    )
 
 
 def test_a_deadlock_is_explained_without_a_traceback(simulate, write):

@@ -78,6 +78,8 @@ class Program:
         """Raises LaunchError if there is no such script."""
         if not self.is_module and os.path.isdir(self.name):
             raise LaunchError(f"script {self.name!r} is a folder: name a file in it, or run a package with -m")
+        if not self.is_module and os.path.exists(self.name) and not os.path.isfile(self.name):
+            raise LaunchError(f"script {self.name!r} is a device or pipe, which ranks cannot share: name a file")
         if not self.is_module and not os.path.isfile(self.name):
             advice = "leave it out, as Python runs each script" if self.name in _PYTHON else "check its path"
             raise LaunchError(f"script {self.name!r} does not exist in {os.getcwd()}: {advice}")

@@ -78,6 +78,11 @@ def failure_of(error: BaseException, script: Script) -> Failure:
     if isinstance(cause, EchelonError):  # says what happened and what to do
         where = "" if described.where in str(cause) else where
         return Failure(1, rank, shortened(f"rank {rank} raised {type(cause).__name__}: {cause}") + where)
+    if isinstance(cause, SyntaxError) and not described.where:  # the script's own: the same on all ranks
+        # Without a file if it holds null characters.
+        place = f"{cause.filename}:{cause.lineno}: " if cause.filename else ""
+        line = f": {cause.text.strip()}" if cause.text else ""
+        return Failure(1, None, shortened(f"{place}{type(cause).__name__}: {cause.msg}{line}"))
     return Failure(1, rank, f"{described}{where}", folded(_without_notes(cause)))
 
 
