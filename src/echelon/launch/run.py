@@ -76,6 +76,8 @@ class Program:
         if not self.is_module and not os.path.isfile(self.name):
             advice = "leave it out, as Python runs each script" if self.name in _PYTHON else "check its path"
             raise LaunchError(f"script {self.name!r} does not exist in {os.getcwd()}: {advice}")
+        if not self.is_module and not os.access(self.name, os.R_OK):
+            raise LaunchError(f"script {self.name!r} cannot be read: give yourself the right to: chmod u+r {self.name}")
         if self.is_module and self.name.endswith(".py") and os.path.isfile(self.name):
             raise LaunchError(f"-m {self.name}: -m takes the name of a module: leave -m out, or write {self.name[:-3]}")
 

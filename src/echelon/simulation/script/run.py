@@ -48,6 +48,7 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
 
     Raises:
         EchelonError: an argument is invalid. No rank has begun.
+        BrokenPipeError: the reader of the output has gone.
         KeyboardInterrupt: Ctrl-C. Its note says where each rank was.
     """
     script = Script(program, console)
@@ -55,6 +56,7 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
         with script.installed():
             simulation = simulate(script, world_size, **options)
     except BaseException as error:
+        script.check_output()
         is_of_rank = any(error is each for each in script.errors.values())  # such as a KeyboardInterrupt that it raised
         if not script.has_begun or not (is_of_rank or isinstance(error, Exception)):
             raise
