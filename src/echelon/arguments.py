@@ -158,7 +158,8 @@ def refuse_others(**meant: str) -> Callable[[_Decorated], _Decorated]:
                 keywords = meant.get("kwargs", "").strip() if isinstance(value, Mapping) else ""
                 names = f", one of {', '.join(named_only)}" if named_only else ""
                 named_ones = f"give it by its name{names}" if names or takes_any else ""
-                advice = keywords or named_ones or f"the order is {_order(places)}"
+                order = _order(places)
+                advice = keywords or named_ones or (f"the order is {order}" if order else "leave it out")
                 raise InvalidArgument(f"{shown(value)} has no place here: {advice}")
             if missing := [name for name in required if name not in places[: len(args)] and name not in kwargs]:
                 raise InvalidArgument(missing_arguments(call, missing))

@@ -134,3 +134,29 @@ def test_ctrl_c_while_simulate_imports_torch_imports_no_more_of_it(monkeypatch, 
     import_interrupted(monkeypatch, "echelon.simulation.script.run")
     assert main(["simulate", "-n", "2", "train.py"]) == 130
     assert capfd.readouterr().err == "echelon: ended by SIGINT\n"
+
+
+@pytest.mark.parametrize(
+    "command", ["plan 1f1b -r 4 -m 8", "plan --compare -r 4 -m 8 --json", "env", "simulate -n 2 lines.py"]
+)
+@pytest.mark.parametrize("with_errors", [False, True])
+def test_a_closed_pipe_ends_a_command_without_a_word(tmp_path, command, with_errors):
+    (tmp_path / "lines.py").write_text("for _ in range(1000): print('line')")
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "echelon", *command.split()],
+        stdout=writer,
+        stderr=writer if with_errors else subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr or "") == (141, "")
+
+
+def test_a_script_that_may_not_be_read_is_one_line(monkeypatch, capsys, tmp_path):
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may read all
+    told = refusal(capsys, "run", "-n", "2", "train.py")
+    assert told == "script 'train.py' cannot be read: give yourself the right to: chmod u+r train.py"

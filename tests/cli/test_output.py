@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -105,7 +106,7 @@ def test_help_says_the_exit_statuses(capsys):
 
 def test_run_says_what_it_starts(capfd, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' and len(sys.argv) > 1 else 0)\n")
+    script.write_text("import os, sys\nsys.exit(3 if len(sys.argv) > 1 else 0)\n")
     assert main(["run", "-n", "2", str(script)]) == 0
     line, alone = capfd.readouterr().err.splitlines()
     assert line.startswith(f"echelon: starting 2 ranks of {script}, ")
@@ -114,7 +115,7 @@ def test_run_says_what_it_starts(capfd, tmp_path):
     )
     assert line.endswith(" each, backend auto")
     assert main(["run", "-q", "-n", "2", str(script), "fail"]) == 3
-    assert capfd.readouterr().err == "echelon: rank 1 exited with status 3\n"
+    assert "all 2 ranks failed alike: each exited with status 3\n" in capfd.readouterr().err
 
 
 def test_lines_that_another_rank_has_written_are_left_out():
@@ -151,12 +152,35 @@ else:
 """Ranks that meet as those of torch do."""
 
 
-@pytest.mark.parametrize("source", [SERVED, "# calls init_process_group(init_method='file:///tmp/meeting')", "-n 1"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(SERVED, "# calls init_process_group(init_method='file:///tmp/meeting')", "-n 1"),
+        "import os; print(os.environ['RANK'])",  # ranks may share work without a group
+    ],
+)
 def test_run_says_nothing_of_ranks_that_meet_or_are_alone(capfd, tmp_path, source):
     script = tmp_path / "train.py"
     script.write_text("" if source == "-n 1" else source)
     assert main(["run", "-n", "1" if source == "-n 1" else "2", str(script)]) == 0
     assert "joined" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "script", ["from parts import meeting", "import parts.meeting", "from parts import more", "-m"]
+)
+def test_run_says_nothing_of_a_program_whose_module_makes_the_group(capfd, tmp_path, monkeypatch, script):
+    monkeypatch.chdir(tmp_path)
+    Path("parts").mkdir()
+    Path("parts/meeting.py").write_text("# calls init_process_group(init_method='file:///tmp/meeting')\n")
+    Path("parts/more.py").write_text("from . import meeting\nfrom .meeting import *\n")
+    Path("parts/old.py").write_text("try:\n    import other\nexcept ImportError: pass\n")
+    Path("train.py").write_text(script)
+    assert main(["run", "-n", "2", *(["-m", "parts.more"] if script == "-m" else ["train.py"])]) == 0
+    assert "joined" not in capfd.readouterr().err
+    Path("train.py").write_text("import json, parts.old")
+    assert main(["run", "-n", "2", "train.py"]) == 0
+    assert "joined" in capfd.readouterr().err
 
 
 @pytest.mark.slow

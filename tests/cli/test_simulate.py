@@ -396,11 +396,29 @@ def test_a_rank_closes_its_stream_for_itself(simulate, write):
     assert simulate("-n", 2, script).out == "[1] open\n"
 
 
-def test_a_mistake_in_the_source_is_shown_as_python_shows_it(simulate, write):
-    ended = simulate("-n", 1, write("print('x'"))
+def test_a_loss_that_broadcasts_its_target_is_warned_of_once(write):
+    source = """
+        import echelon, torch
+        from echelon.pipeline import Pipeline
+        stages = [torch.nn.Linear(2, 1), torch.nn.Identity()]
+        pipe = Pipeline(stages, echelon.init(), "gpipe", 4, torch.nn.MSELoss())
+        for _ in range(2): pipe.step(torch.ones(8, 2), target=torch.ones(8))
+    """
+    # A process of its own: pytest catches warnings.
+    command = [sys.executable, "-m", "echelon", "simulate", "-n", "2", write(textwrap.dedent(source))]
+    errors = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
+    assert errors.count("Using a target size") == 1
+    assert errors.startswith("[1] ")
+
+
+def test_a_mistake_in_the_source_is_told_once(simulate, write):
+    ended = simulate("-n", 2, write("print('x'"))
     assert ended.status == 1
-    assert "Echelon" not in ended.err
-    assert "[0] SyntaxError: '(' was never closed" in ended.err
+    line = write("print('x'") + ":1: SyntaxError: '(' was never closed: print('x'"
+    assert ended.err == f"echelon: {line}\n"
+    assert simulate("-n", 1, write("x = 1\0")).err == (
+        "echelon: SyntaxError: source code string cannot contain null bytes\n"
+    )
 
 
 def test_a_deadlock_is_explained_without_a_traceback(simulate, write):

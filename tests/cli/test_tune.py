@@ -57,15 +57,15 @@ def test_processes_tune_and_new_ones_go_by_it(pool, capsys, monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-n 1", "Invalid value for '-n' / '--num-ranks': "),
-        ("-n 1000000", "Invalid value for '-n' / '--num-ranks': "),
+        ("-n 1", "-n "),
+        ("-n 1000000", "-n "),
         ("--backend shm", "--backend shm: algorithms are for messages; give tcp or simulated"),
         (
             "--backend simulated",
             "--backend simulated is not this system: name a file of its own, as --output tuned.json",
         ),
         ("--hosts 1x2", "--hosts 1x2: only simulated ranks have that; add --backend simulated"),
-        ("--turns 0", "Invalid value for '--turns': "),
+        ("--turns 0", "--turns "),
         ("--max 4", "--min 8 --max 4: give bytes from 1 on, the smallest first"),
         ("--output .", "cannot write .: give a file in a folder that can be written to, with --output"),
     ],

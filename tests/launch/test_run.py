@@ -404,7 +404,7 @@ def test_the_job_ends_when_nobody_reads_its_output(script):
     with started(1, path) as launcher:
         pid = int(launcher.stdout.readline().split()[1])
         launcher.stdout.close()
-        assert launcher.wait(timeout=20) == 1
+        assert launcher.wait(timeout=20) == 141
         assert has_ended(pid)
 
 

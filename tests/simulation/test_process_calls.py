@@ -72,6 +72,12 @@ def test_a_call_is_refused_with_its_line_and_advice(main, told):
     assert os.path.basename(__file__) in str(raised.value) or "spawn" in told
 
 
+def test_a_line_that_cannot_be_read_is_told_by_its_number():
+    program = compile("torch.ones(1).cuda()", "gone.py", "exec")
+    with pytest.raises(UnsupportedOp, match=r"^CUDA at gone.py:1: simulated ranks"):
+        echelon.simulate(lambda: exec(program, {"torch": torch}), 2)
+
+
 def test_a_division_by_another_zero_is_an_error_of_its_own():
     with pytest.raises(ZeroDivisionError):
         echelon.simulate(divide_without_gpus, 2)

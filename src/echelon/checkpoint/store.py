@@ -198,7 +198,7 @@ class Store:
                 must be equal in any case.
 
         Raises:
-            InvalidArgument: the checkpoint is of another model or optimizer.
+            InvalidArgument: no object is given, or the checkpoint is of another model or optimizer.
             CheckpointError: a file is damaged, which it names; there is no checkpoint of `step`; or an earlier save
                 without `wait` has failed.
             FileError: the folder cannot be read, or could not be written to by such a save.
@@ -218,14 +218,20 @@ class Store:
             source = open_checkpoint(self._path, group, step)
             if source is None:
                 objects.check()  # now, rather than at the first save
-                return None
-            restore(source, objects, group, strict=strict)
+            else:
+                restore(source, objects, group, strict=strict)
+        # Last: the other ranks, which may have passed an object, are told that the calls differ.
+        if objects.are_none:
+            raise InvalidArgument("nothing to load: pass objects by name, as store.load(model=model)")
+        if source is None:
+            return None
         if optimizer is not None:
             self._since = source.step
             if step is not None and rank_of(group) == 0:
                 self._warn_of_newer(step)
         return source.step
 
+    @refuse_others()
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, in order. Does not communicate."""
         return Folder(self._path).steps()

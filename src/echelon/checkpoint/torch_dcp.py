@@ -74,6 +74,14 @@ def _optimizer(checkpoint: Checkpoint, section: str, groups: list[dict[str, Any]
     }
 
 
+def check_dcp(folder: str) -> None:
+    """Raises FileError unless a folder has the metadata of DCP. Does not read them."""
+    if not os.path.isfile(os.path.join(folder, ".metadata")):
+        raise FileError(
+            f"cannot read {folder}: it has no .metadata; give a folder that torch.distributed.checkpoint wrote"
+        )
+
+
 def import_dcp(folder: str) -> State:
     """Reads a checkpoint of DCP. Unpickles its metadata, which can run any code: only for folders that you trust.
 
@@ -149,10 +157,7 @@ def _read(folder: str) -> dict[str, Any]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    if not os.path.isfile(os.path.join(folder, ".metadata")):
-        raise FileError(
-            f"cannot read {folder}: it has no .metadata; give a folder that torch.distributed.checkpoint wrote"
-        )
+    check_dcp(folder)
     with reading(folder), _one_process():
         reader = FileSystemReader(folder)
         metadata = reader.read_metadata()

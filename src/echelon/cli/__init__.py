@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -9,8 +10,8 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
-    Prints a user's mistake as one line on stderr. Status 2 for a bad argument or value, 130 after Ctrl-C, 1 for other
-    errors.
+    Prints a user's mistake as one line on stderr. Status 2 for a bad argument or value, 130 after Ctrl-C, 141 if the
+    reader of the output has gone, such as `head`, and 1 for other errors.
 
     Args:
         arguments: without the name of the program; None: `sys.argv`.
@@ -18,9 +19,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from echelon.cli.app import run_app  # here, so that `import echelon.cli` loads neither typer nor rich
 
-        return run_app(sys.argv[1:] if arguments is None else arguments)
+        status = run_app(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()  # here, where an error is answered
+        return status
     except KeyboardInterrupt:  # during the imports, which take half a second
         return ended_by_sigint()
+    except (BrokenPipeError, SystemExit) as error:
+        # typer and rich answer a closed pipe by sys.exit(1), the status of a check that failed.
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        # Else Python writes the rest of the buffer at its end, and a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, as a shell reports it
 
 
 def ended_by_sigint() -> int:

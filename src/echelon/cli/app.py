@@ -30,7 +30,8 @@ _SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 _STATUSES = """Exit status: 0 if all went well. 1 if a run, a check or a forecast failed. 2 if the command line is
-wrong. 130 after Ctrl-C. `run` ends with the status of the first rank that failed, 128 + n if signal n ended it."""
+wrong. 130 after Ctrl-C. 141 if the reader of the output has gone. `run` ends with the status of the first rank that
+failed, 128 + n if signal n ended it."""
 
 
 class _Returned(NamedTuple):
@@ -184,8 +185,12 @@ def _unknown_command(error: Any, words: Sequence[str]) -> str:
     return f"No such command '{name}'; did you mean {place}{other}?" if other else ""
 
 
+_OF_TYPER = "Input should be "
+"""Words with which typer itself begins the bounds of a number."""
+
+
 def _bad_number(error: Any, words: Sequence[str]) -> str:
-    """Returns an error text for an option whose value is no number. Empty for other errors."""
+    """Returns an error text for an option whose value is no number, or out of bounds. Empty for other errors."""
     for option in getattr(getattr(error, "param", None), "opts", ()):
         for word, following in zip(words, [*words[1:], ""], strict=True):
             name, is_joined, value = word.partition("=")
@@ -193,9 +198,12 @@ def _bad_number(error: Any, words: Sequence[str]) -> str:
             if is_short and not is_joined and _is_number(following):  # -mb 8, which typer takes for -m b
                 return f"No such option: {word}; did you mean {option} {following}?"
             value = value if is_joined else name[2:] if is_short else following
-            if (name == option or is_short) and not value.removeprefix("-").isdecimal():
-                kind = "whole number" if _is_number(value) else "number"
-                return f"{option} {value}: not a {kind}; give one, such as {option} 2"
+            if name == option or is_short:
+                if not value.removeprefix("-").isdecimal():
+                    kind = "whole number" if _is_number(value) else "number"
+                    return f"{option} {value}: not a {kind}; give one, such as {option} 2"
+                if (bound := error.message.removeprefix(_OF_TYPER)) != error.message:
+                    return f"{option} {value}: give a number {bound}"
     return ""
 
 

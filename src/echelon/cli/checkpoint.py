@@ -17,7 +17,7 @@ from echelon.errors import CheckpointError, FileError, InvalidArgument
 from echelon.wording import counted
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the checkpoints.")]
-Step = Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")]
+Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step.")]
 
 
 def ls(path: Path, as_json: Json = False) -> None:
@@ -121,15 +121,16 @@ def export(
 def import_(
     path: Path,
     dcp: Annotated[str, typer.Option(metavar="DIR", help="Folder that torch.distributed.checkpoint wrote.")],
-    step: Annotated[int, typer.Option("--step", metavar="N", help="Step of the new checkpoint.")] = 0,
+    step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="Step of the new checkpoint.")] = 0,
 ) -> None:
     """Converts a checkpoint of torch.distributed.checkpoint.
 
     Its metadata is a pickle, which can run any code when it is read: import only folders that you trust.
     """
     from echelon.checkpoint.saving import Saver
-    from echelon.checkpoint.torch_dcp import import_dcp
+    from echelon.checkpoint.torch_dcp import check_dcp, import_dcp
 
+    check_dcp(dcp)
     print(
         f"echelon: unpickling the metadata of {dcp}, which can run any code: is it from a source you trust?",
         file=sys.stderr,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from echelon._torch_private.data import is_prefetched
-from echelon.arguments import is_count, named, refuse_others
+from echelon.arguments import is_count, named, no_attribute, refuse_others
 from echelon.errors import CollectiveMismatch, InvalidArgument
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
@@ -166,6 +166,11 @@ class DistributedSampler(Sampler[int]):
                 f"the state has epoch={epoch!r} and position={position!r}: load the result of state_dict()"
             )
         self._place, self._is_ahead = Place(epoch, position), False
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("a DistributedSampler", name, dir(type(self)) if name[:1] != "_" else ())
 
     # For DataLoader, which counts the batches that the program has received
 

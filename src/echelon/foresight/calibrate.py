@@ -145,7 +145,8 @@ def load(path: str | os.PathLike[str]) -> Device:
         values["sources"] = tuple(values["sources"])
         return Device(**values)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise LaunchError(f"gpu={os.fspath(path)!r}: {error}: make the file by echelon foresee --calibrate") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LaunchError(f"gpu={os.fspath(path)!r}: {reason}: make the file by echelon foresee --calibrate") from None
 
 
 def _curves_of(values: Mapping[str, Any]) -> Mapping[str, Curve]:

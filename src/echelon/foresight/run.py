@@ -462,6 +462,7 @@ def foresee_script(program: Program, world_size: int, console: Console, **option
 
     Raises:
         EchelonError: an argument is invalid. No rank has begun.
+        BrokenPipeError: the reader of the output has gone.
         KeyboardInterrupt: Ctrl-C.
     """
     script = Script(program, console)
@@ -469,6 +470,7 @@ def foresee_script(program: Program, world_size: int, console: Console, **option
         with script.installed():
             foreseen = foresee(script, world_size, **options)
     except Exception as error:
+        script.check_output()
         if not script.has_begun:
             raise
         return Outcome(None, failure_of(error, script))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from echelon.arguments import missing_arguments, no_argument
 from echelon.errors import message_of
@@ -31,11 +32,22 @@ _ON_TEXTS = {
     "'gloo', or run the script for GPUs that are not there by echelon foresee",
     "does not require grad and does not have a grad_fn": "if this is the loss of a Pipeline's step(), step() has "
     "run the backward already: call optimizer.step() next",
+    **dict.fromkeys(
+        (
+            *("'ProcessGroup' object is not ", "argument of type 'ProcessGroup'", "non-iterable ProcessGroup object"),
+            "object of type 'ProcessGroup' has no len()",
+        ),
+        "a group has no items: its ranks are range(group.world_size)",
+    ),
     "'method' object does not support the context manager protocol": "call it: write with ddp.no_sync():",
     "object has no attribute 'wait'": "a call of a group returns a Work, which has wait(), with async_op=True, or as "
     "isend and irecv; batch_isend_irecv returns a list of them",
 }
 """Advice by a part of the error's text."""
+_NOT_LAST = (
+    "if this is the result of a Pipeline's forward(), only the rank of the last stage has it: use it under "
+    "if pipe.is_last:"
+)
 _ON_CALLED = {
     **{name: f"{name} is a value: write group.{name} without ()" for name in ("rank", "world_size", "device")},
     **dict.fromkeys(("plan", "search"), "echelon.pipeline.schedules has search(costs, num_ranks, num_microbatches)"),
@@ -77,6 +89,8 @@ def advise(error: BaseException) -> None:
     """Adds a note of advice to a known error of Python or torch, once."""
     text = message_of(error)
     advice = next((advice for part, advice in _ON_TEXTS.items() if part in text), "")
+    if "NoneType" in text and isinstance(error, TypeError | AttributeError) and not advice:
+        advice = _on_none(error)
     if type(error) is TypeError and not advice:
         advice = _on_called(error) if text.endswith("object is not callable") else _on_call(text)
     if advice and advice not in getattr(error, "__notes__", ()):
@@ -96,6 +110,19 @@ def _on_called(error: TypeError) -> str:
     return _ON_CALLED.get(names[-1], "") if names else ""
 
 
+def _on_none(error: BaseException) -> str:
+    """Returns advice on None in a program with a pipeline whose last stage is on another rank."""
+    module = sys.modules.get("echelon.pipeline.run.pipeline")  # which needs torch
+    if module is None:
+        return ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in (*frame.f_globals.values(), *frame.f_locals.values()):
+            # Not isinstance, which asks values of the user for their class.
+            if type(value) is module.Pipeline and not value.is_last:
+                return _NOT_LAST
+    return ""
+
+
 def _begin(instruction: dis.Instruction) -> tuple[int | None, int | None]:
     at = instruction.positions
     return (at.lineno, at.col_offset) if at else (None, None)
@@ -104,7 +131,7 @@ def _begin(instruction: dis.Instruction) -> tuple[int | None, int | None]:
 def _on_call(text: str) -> str:
     """Returns advice on a call of a group's method with wrong arguments, from the text of Python's TypeError."""
     callee, found, problem = text.partition("() ")
-    owner, _, name = callee.rpartition(".")
+    owner, _, name = callee.removesuffix(".__new__").rpartition(".")
     method = _method(owner, name) if found else None
     if method is None:
         return ""
@@ -126,8 +153,10 @@ def _meant(method: str, known: list[str]) -> dict[str, str]:
 
 
 def _method(owner: str, name: str) -> Callable[..., Any] | None:
-    """Returns a method of groups by the names that Python gives its class and itself."""
+    """Returns a method of groups by the names that Python gives its class and itself; SendTo and RecvFrom by theirs."""
     groups = sys.modules.get("echelon.group.group")  # which needs torch
+    if groups is not None and not owner and name in ("SendTo", "RecvFrom"):
+        return cast("Callable[..., Any]", getattr(sys.modules["echelon.group.messages"], name))
     classes = {} if groups is None else {each.__name__: each for each in groups.ProcessGroup.__mro__}
     method = vars(classes[owner]).get(name) if owner in classes else None
     return method if inspect.isfunction(method) and not name.startswith("_") else None

@@ -42,6 +42,7 @@ from echelon.launch.report import (
     exit_status,
     first_cause,
 )
+from echelon.launch.sources import knows_ranks
 from echelon.launch.status_line import VARIABLE as TERMINAL
 from echelon.launch.status_line import StatusLine, unfinished, visible
 from echelon.launch.variables import ReservedPort, is_in_use, threads_per_rank
@@ -66,21 +67,17 @@ class Program:
         """Returns the command line."""
         return [sys.executable, *(["-m"] if self.is_module else []), self.name, *self.args]
 
-    def names_groups(self) -> bool:
-        """Whether the source of a script names torch's call for a group, which may use any address or a file."""
-        try:
-            with open(self.name, "rb") as file:
-                return b"init_process_group" in file.read()
-        except OSError:  # a module
-            return False
-
     def check(self) -> None:
         """Raises LaunchError if there is no such script."""
         if not self.is_module and os.path.isdir(self.name):
             raise LaunchError(f"script {self.name!r} is a folder: name a file in it, or run a package with -m")
+        if not self.is_module and os.path.exists(self.name) and not os.path.isfile(self.name):
+            raise LaunchError(f"script {self.name!r} is a device or pipe, which ranks cannot share: name a file")
         if not self.is_module and not os.path.isfile(self.name):
             advice = "leave it out, as Python runs each script" if self.name in _PYTHON else "check its path"
             raise LaunchError(f"script {self.name!r} does not exist in {os.getcwd()}: {advice}")
+        if not self.is_module and not os.access(self.name, os.R_OK):
+            raise LaunchError(f"script {self.name!r} cannot be read: give yourself the right to: chmod u+r {self.name}")
         if self.is_module and self.name.endswith(".py") and os.path.isfile(self.name):
             raise LaunchError(f"-m {self.name}: -m takes the name of a module: leave -m out, or write {self.name[:-3]}")
 
@@ -131,7 +128,8 @@ def run(
             console.say(_started(program, environs))
         with Launcher(console, grace) as launcher:
             status = launcher.run(program.command(), environs)
-        if tells and status == 0 and num_ranks > 1 and not launcher.has_group and not program.names_groups():
+        is_alone = tells and status == 0 and num_ranks > 1 and not launcher.has_group
+        if is_alone and not knows_ranks(program.name, is_module=program.is_module):
             console.say(f"note: no rank seems to have joined a group, so {BY_ITSELF}")
         return status
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed.rpc
 import torch.multiprocessing
 
-from echelon.call_site import calling_place, is_foreign, source_of
+from echelon.call_site import calling_place, is_foreign, source_line, source_of
 from echelon.errors import LaunchError, UnsupportedOp
 from echelon.simulation.process.autocast import AutocastCache
 from echelon.simulation.process.operators import Operators, Rank
@@ -116,8 +116,8 @@ class ProcessCalls:
         if not frame.f_code.co_filename.startswith(_CUDA_FOLDERS) and not wants_device and not divides:
             return None
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames if not is_foreign(frame.filename)]
-        line = lines[-1] if lines else "an unknown line"
+        own = [frame for frame in frames if not is_foreign(frame.filename)]
+        line = source_line(own[-1].filename, own[-1].lineno or 0) if own else "an unknown line"
         what = f"CUDA at {line}"
         if divides:
             what = f"{error} at {line}, and torch.cuda.device_count() was 0 at {self._counted_gpus[rank]}"

@@ -42,6 +42,11 @@ class RankOutput:
             for stream in self._streams:
                 stream.finish()
 
+    @property
+    def broken(self) -> BrokenPipeError | None:
+        """Error of a stream whose reader has gone. None if there is none."""
+        return next((each.broken for each in self._streams if each.broken), None)
+
     def finish(self, rank: int) -> None:
         """Writes the last lines of a rank that has ended."""
         for stream in self._streams:
@@ -74,11 +79,22 @@ class _MarkedBytes(io.BufferedIOBase):
         self._of_rank: dict[int, MarkedStream] = {}
         # A program's own threads write beside its rank. Reentrant: a destructor may print in the middle of a write.
         self._lock = threading.RLock()
+        # Kept, as the rank that has printed may catch it, or seem to have failed by it.
+        self.broken: BrokenPipeError | None = None
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except BrokenPipeError as error:
+                self.broken = error
+                raise
 
     def write(self, data: Any, /) -> int:
         """Writes the lines that are complete, marked with the rank of the calling thread."""
         rank, received = self._rank.nearest(), bytes(data)
-        with self._lock:
+        with self._writing():
             if rank is None:
                 self.pass_on(received)
             else:
@@ -89,13 +105,13 @@ class _MarkedBytes(io.BufferedIOBase):
 
     def pass_on(self, data: bytes) -> None:
         """Writes data as it is."""
-        with self._lock:
+        with self._writing():
             self._target.write(data)
             self._target.flush()
 
     def finish(self, rank: int | None = None) -> None:
         """Writes the last line of a rank, or of all, if it has no line end."""
-        with self._lock:
+        with self._writing():
             for whose, stream in sorted(self._of_rank.items()):
                 if rank in (None, whose):
                     stream.finish()

@@ -48,6 +48,7 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
 
     Raises:
         EchelonError: an argument is invalid. No rank has begun.
+        BrokenPipeError: the reader of the output has gone.
         KeyboardInterrupt: Ctrl-C. Its note says where each rank was.
     """
     script = Script(program, console)
@@ -55,6 +56,7 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
         with script.installed():
             simulation = simulate(script, world_size, **options)
     except BaseException as error:
+        script.check_output()
         is_of_rank = any(error is each for each in script.errors.values())  # such as a KeyboardInterrupt that it raised
         if not script.has_begun or not (is_of_rank or isinstance(error, Exception)):
             raise
@@ -78,6 +80,11 @@ def failure_of(error: BaseException, script: Script) -> Failure:
     if isinstance(cause, EchelonError):  # says what happened and what to do
         where = "" if described.where in str(cause) else where
         return Failure(1, rank, shortened(f"rank {rank} raised {type(cause).__name__}: {cause}") + where)
+    if isinstance(cause, SyntaxError) and not described.where:  # the script's own: the same on all ranks
+        # Without a file if it holds null characters.
+        place = f"{cause.filename}:{cause.lineno}: " if cause.filename else ""
+        line = f": {cause.text.strip()}" if cause.text else ""
+        return Failure(1, None, shortened(f"{place}{type(cause).__name__}: {cause.msg}{line}"))
     return Failure(1, rank, f"{described}{where}", folded(_without_notes(cause)))
 
 

@@ -56,6 +56,11 @@ class Script(ProgramWithStates):
         self.errors: dict[int, BaseException] = {}
         """Exceptions with which ranks have failed."""
 
+    def check_output(self) -> None:
+        """Raises BrokenPipeError if the reader of the output has gone."""
+        if self._output.broken is not None:
+            raise self._output.broken
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the process is ready for the script. Afterwards it is as before."""
