@@ -1,5 +1,7 @@
 """Ranks with fewer batches than others."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -56,7 +58,7 @@ def two_epochs(group):
     model = DDP(mlp(), group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        with model.join():
+        with model.join(optimizer.step):
             for step in range(2 - group.rank):
                 optimizer.zero_grad()
                 loss_of(model(batch(step))).backward()
@@ -158,3 +160,56 @@ def test_a_model_that_calls_collectives_cannot_be_joined(run):
         run(join_with_collectives_inside, 2, True)
     ranks = run(join_with_collectives_inside, 2, False)
     assert_all_equal(ranks, ranks[0])
+
+
+def epochs_with_momentum(group, num_batches, passes_update):
+    """Two epochs in which ranks have different numbers of batches, with optimizer, clipping and scheduler."""
+    model = DDP(mlp(), group, average="samples")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def update():
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+
+    for _ in range(2):
+        with model.join(update if passes_update else None):
+            for step in range(num_batches[group.rank]):
+                optimizer.zero_grad()
+                loss_of(model(batch(step)[group.rank :: group.world_size])).backward()
+                update()
+    moments = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
+    return [*(each.detach().clone() for each in model.parameters()), *moments], scheduler.get_last_lr()
+
+
+def test_ranks_with_fewer_batches_update_with_the_others(run):
+    ranks = run(epochs_with_momentum, 3, [3, 1, 2], True)
+    for tensors, rates in ranks:
+        assert rates == ranks[0][1] == [0.1 / 8]
+        assert all(torch.equal(one, other) for one, other in zip(tensors, ranks[0][0], strict=True))
+
+
+def warned_of_missed_updates(group):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epochs_with_momentum(group, [3, 1], False)
+    return [str(each.message) for each in caught]
+
+
+def test_a_rank_whose_optimizer_differs_is_told_before_the_next_epoch(run):
+    first, second = run(warned_of_missed_updates, 2)
+    assert first == []
+    assert second == [
+        "rank 1 had no batch in the last 2 steps of an earlier join(), so its optimizer and scheduler differ from "
+        "those of other ranks: pass the function that steps them: ddp.join(update)"
+    ]
+
+
+def join_by_a_number(group):
+    with pytest.raises(echelon.InvalidArgument, match=r"^update is 3 \(int\): give a function without arguments"):
+        DDP(mlp(), group).join(3).__enter__()
+
+
+def test_an_update_that_is_no_function_is_refused(run):
+    run(join_by_a_number, 1)

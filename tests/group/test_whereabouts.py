@@ -109,7 +109,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_told_long_before_a_tim
     names = "second", "first"
     wanted = [
         f"{call.format(names[rank])} on rank {rank} waits for rank {1 - rank}, which waits for this rank in "
-        f"{call.format(names[1 - rank])}: make the same calls in the same order"
+        f"{call.format(names[1 - rank])}: use the groups in the same order on every rank"
         for rank in (0, 1)
     ]
     assert any(map(re.search, wanted, messages)), messages
@@ -137,7 +137,7 @@ def test_ranks_that_wait_for_each_other_in_a_circle_of_groups_are_told_long_befo
         wanted.append(
             f"{call.format(rank)} on rank {rank} waits for rank {one}, which waits for rank {two} in "
             f"{call.format(one)}, which waits for rank {three} in {call.format(two)}, which waits for this rank in "
-            f"{call.format(three)}: make the same calls in the same order on every rank, in all groups together"
+            f"{call.format(three)}: use the groups in the same order on every rank"
         )
     assert any(map(re.search, wanted, messages)), messages
 

@@ -124,6 +124,8 @@ class PlanOptions:
         request = "--compare" if self.compare else "--search" if self.search else None
         # A file is put beside the named schedules.
         if self.schedule is not None and request is not None and not (self.is_file and self.compare):
+            if not self.is_file and self.schedule not in schedules.names():
+                raise ScheduleError(_unknown(self.schedule))
             raise ScheduleError(f"{self.schedule} and {request} are two requests: give one of them")
         if self.schedule is None and request is None:
             names = ", ".join(schedules.names())

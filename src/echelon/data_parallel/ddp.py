@@ -10,7 +10,8 @@ would take its core. Hooks hold the wrapper weakly: once it is gone, the module 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Never, get_args
 
@@ -21,10 +22,12 @@ from echelon.backends.admission import check_values
 from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_module, check_same_model
 from echelon.data_parallel.gradient_sync import GradientSync, take_over
 from echelon.data_parallel.hooks import GradientHook
+from echelon.data_parallel.join import Next
 from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
+from echelon.wording import counted
 
 _MEANT = {
     "backward": " call loss.backward()",
@@ -221,25 +224,47 @@ class DistributedDataParallel(ModuleProxy):
             sync.is_on = before
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    @refuse_others(joinables=" pass the function that updates the parameters: join(update)")
+    def join(self, update: Callable[[], object] | None = None) -> Iterator[None]:
         """Inside, ranks may have different numbers of batches: put the loop over batches into the with block.
 
         The exit blocks until all ranks have left: meanwhile this rank takes part in the others' reductions, without
         gradients of its own. Then all ranks copy parameters and buffers from the lowest rank among the last to leave.
         Gradients are still divided by the number of all ranks, or weighted by samples with `average="samples"`. Costs
         an all_gather of one byte per forward and backward. Every rank must enter the block. Not for a module that calls
-        collectives itself, which ranks without batches would not call: give them empty batches instead.
+        collectives itself, which ranks without batches would not call: give them empty batches instead. For the same
+        reason, save checkpoints after the block.
+
+        Args:
+            update: steps optimizer and scheduler. A rank without batches calls it after each reduction of the others,
+                with their gradients, so that the states of optimizers and schedulers stay equal. None: this rank then
+                takes fewer steps than the others.
 
         Raises:
             CollectiveMismatch: ranks run different numbers of forwards per backward.
             UnsupportedOp: there is a SyncBatchNorm in training, which calls collectives.
         """
         _check_calls_no_collectives(self.module)
+        if update is not None and not callable(update):
+            raise InvalidArgument(f"update is {named(update)}: give a function without arguments, or leave it out")
         sync = self._sync
+        if sync.num_missed_updates:
+            warnings.warn(
+                f"rank {self._group.rank} had no batch in the last {counted(sync.num_missed_updates, 'step')} of an "
+                "earlier join(), so its optimizer and scheduler differ from those of other ranks: pass the function "
+                "that steps them: ddp.join(update)",
+                stacklevel=3,
+            )
         with sync.joining.on():
             yield
             for step, src in sync.joining.others():
                 sync.shadow(step, src)
+                if step != Next.REDUCTION:
+                    continue
+                if update is None:
+                    sync.num_missed_updates += 1
+                else:
+                    update()
             if sync.hook is not None:
                 sync.hook.at_end(list(self.module.parameters()), sync.reducer.group)
             self.broadcast_parameters(sync.joining.last_active)

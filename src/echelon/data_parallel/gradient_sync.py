@@ -127,6 +127,8 @@ class GradientSync:
         """Whether backward reduces gradients, and forward synchronises buffers: not under `no_sync`."""
         self.reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
         self.joining = Joining(self.reducer.group)
+        self.num_missed_updates = 0
+        """Reductions of other ranks under `join` after which this rank has not stepped its optimizer."""
         self._buffers_are = buffers
         self._bucket_mb = bucket_mb
         self._options = options

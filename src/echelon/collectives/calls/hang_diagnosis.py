@@ -92,7 +92,7 @@ class HangDiagnosis:
         if status.standing in (Standing.ELSEWHERE, Standing.BLOCKED):
             self.next_check_at = min(self.next_check_at, self._backend.now() + _SOON_SECONDS)
         if status.standing == Standing.BLOCKED and (circle := self._circle(status)):
-            advice = "make the same calls in the same order on every rank, in all groups together"
+            advice = "use the groups in the same order on every rank"
             if f" of group {self._flight.group!r}" in status.text:
                 advice = "the groups are different ones of the same name: make groups in the same order on every rank"
             raise CollectiveMismatch(f"{self._mine()} waits for rank {peer}, {', '.join(circle)}: {advice}")
