@@ -1,5 +1,6 @@
 """Environment of simulated ranks, as child processes see it."""
 
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -24,6 +25,39 @@ def test_each_rank_starts_processes_with_its_own_environment():
         return shown(), shown({**os.environ, "OF_RANK": "given"})
 
     assert echelon.simulate(program, 2).results == [(["0", "0"], ["given", "0"]), (["1", "1"], ["given", "1"])]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_each_rank_starts_a_pool_with_its_own_environment(method):
+    """By "spawn" its processes had no RANK, and of a variable of one name the value that any rank had set last."""
+
+    def program(group):
+        os.environ["OF_RANK"] = str(group.rank)
+        group.barrier()
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            return pool.map(os.getenv, ["OF_RANK", "RANK"])
+
+    assert echelon.simulate(program, 2).results == [["0", "0"], ["1", "1"]]
+
+
+def test_the_environment_as_bytes_is_that_of_the_rank():
+    def program(group):
+        os.environb[b"OF_RANK"] = b"%d" % group.rank
+        group.barrier()
+        return os.environ["OF_RANK"], os.environb[b"RANK"]
+
+    assert echelon.simulate(program, 2).results == [("0", b"0"), ("1", b"1")]
+    assert b"RANK" not in os.environb
+
+
+def test_each_rank_runs_commands_with_its_own_environment(tmp_path):
+    def program(group):
+        os.environ["OF_RANK"] = str(group.rank)
+        group.barrier()
+        status = os.system(f"echo $OF_RANK $RANK > {tmp_path}/{group.rank}; exit 3")  # the call under test
+        return os.waitstatus_to_exitcode(status), (tmp_path / str(group.rank)).read_text()
+
+    assert echelon.simulate(program, 2).results == [(3, "0 0\n"), (3, "1 1\n")]
 
 
 def test_a_rank_may_change_its_arguments_in_place(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import multiprocessing.context
 import multiprocessing.process
 import os
 import signal
@@ -213,6 +214,9 @@ class ProcessCalls:
 
     def _start(self, original: Callable[[Any], None], process: Any) -> None:
         _check_process(process)
+        if isinstance(process, multiprocessing.context.ForkServerProcess):
+            # Ranks would share one server, whose processes have the environment of the rank that started it.
+            process._Popen = multiprocessing.context.SpawnProcess._Popen
         # A process inherits the cores of the thread that starts it.
         with cores_of_thread(self.cores):
             original(process)

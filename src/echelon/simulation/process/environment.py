@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _posixsubprocess
 import inspect
 import os
 import subprocess
@@ -12,6 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 from echelon.simulation.process.state import State
 
 _Variables: TypeAlias = dict[Any, Any]
+
+_ENVIRONMENT = 5
+"""Place of the environment among the arguments of `_posixsubprocess.fork_exec`."""
 
 
 def torchrun_variables(rank: int, hosts: Sequence[int]) -> dict[str, str]:
@@ -63,7 +67,8 @@ class Environment(State):
         return os.environ._data  # type: ignore[attr-defined, no-any-return] # as above
 
     def put(self, state: _Variables) -> None:  # noqa: D102
-        os.environ._data = state  # type: ignore[attr-defined] # as above
+        # `os.environb` has the same variables as bytes, behind a mapping of its own.
+        os.environ._data = os.environb._data = state  # type: ignore[attr-defined] # as above
 
     def finish(self, states: Sequence[_Variables]) -> None:
         """Takes back the changes of ranks that C code sees."""
@@ -81,26 +86,43 @@ class Environment(State):
 
 @contextmanager
 def children_with_environment(is_rank: Callable[[], bool]) -> Iterator[None]:
-    """Inside, a process that a rank starts by `subprocess` has the environment of this rank.
+    """Inside, a process that a rank starts has the environment of this rank.
+
+    By default C code hands on its own environment, which has the changes of all ranks and lacks their first variables.
 
     Args:
         is_rank: Whether the calling thread is a rank.
     """
-    original = subprocess.Popen.__init__
-    signature = inspect.signature(original)
+    popen, fork_exec, system = subprocess.Popen.__init__, _posixsubprocess.fork_exec, os.system
+    signature = inspect.signature(popen)
 
     def start(*args: Any, **kwargs: Any) -> None:
         call = signature.bind(*args, **kwargs)
-        # By default C code hands on its own environment, which has the changes of all ranks.
         if is_rank() and call.arguments.get("env") is None:
             call.arguments["env"] = os.environ.copy()
-        original(*call.args, **call.kwargs)
+        popen(*call.args, **call.kwargs)
+
+    def start_python(*args: Any) -> int:
+        """Starts a process of multiprocessing by "spawn", which gives no environment."""
+        if is_rank() and args[_ENVIRONMENT] is None:
+            variables = [name + b"=" + value for name, value in os.environb.items()]
+            args = (*args[:_ENVIRONMENT], variables, *args[_ENVIRONMENT + 1 :])
+        return fork_exec(*args)
+
+    def run_command(command: str) -> int:
+        if not is_rank():
+            return system(command)
+        status = subprocess.call(command, shell=True)  # that is what os.system does
+        # As wait() gives it: a signal in the low bits, an exit status above.
+        return -status if status < 0 else status << 8
 
     subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+    _posixsubprocess.fork_exec = start_python
+    os.system = run_command
     try:
         yield
     finally:
-        subprocess.Popen.__init__ = original  # type: ignore[method-assign]
+        subprocess.Popen.__init__, _posixsubprocess.fork_exec, os.system = popen, fork_exec, system  # type: ignore[method-assign]
 
 
 class Attribute(NamedTuple):
