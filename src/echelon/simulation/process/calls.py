@@ -216,7 +216,7 @@ class ProcessCalls:
         _check_process(process)
         if isinstance(process, multiprocessing.context.ForkServerProcess):
             # Ranks would share one server, whose processes have the environment of the rank that started it.
-            process._Popen = multiprocessing.context.SpawnProcess._Popen
+            vars(process)["_Popen"] = multiprocessing.context.SpawnProcess._Popen
         # A process inherits the cores of the thread that starts it.
         with cores_of_thread(self.cores):
             original(process)

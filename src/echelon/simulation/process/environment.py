@@ -109,7 +109,7 @@ def children_with_environment(is_rank: Callable[[], bool]) -> Iterator[None]:
             args = (*args[:_ENVIRONMENT], variables, *args[_ENVIRONMENT + 1 :])
         return fork_exec(*args)
 
-    def run_command(command: str) -> int:
+    def run_command(command: Any) -> int:
         if not is_rank():
             return system(command)
         status = subprocess.call(command, shell=True)  # that is what os.system does
