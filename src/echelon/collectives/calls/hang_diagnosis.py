@@ -162,10 +162,10 @@ class HangDiagnosis:
     def _mixed_circle(self) -> dict[int, Status]:
         """Returns ranks that wait for the next one each, in collectives or for messages, the last one for this rank.
 
-        Empty if one of them may go on, or if all wait for messages. All are asked twice; see `message_cycle`.
+        Empty if one of them may go on, or if all wait alike. All are asked twice; see `message_cycle`.
         """
         found = self._walk()
-        is_mixed = any(status.standing == Standing.BLOCKED for status in found.values())
+        is_mixed = len({status.standing for status in found.values()}) == 2
         return found if is_mixed and _details(self._walk()) == _details(found) else {}
 
     def _walk(self) -> dict[int, Status]:
