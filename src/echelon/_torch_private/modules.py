@@ -36,13 +36,6 @@ def hooks_of_all_modules() -> dict[str, Any]:
     return {name: value for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
 
 
-def hooks_of_all_optimizers() -> tuple[tuple[Any, str], ...]:
-    """Returns the collections of hooks that apply to all optimizers, each as its module and its name there."""
-    optimizer: Any = importlib.import_module("torch.optim.optimizer")  # no attribute of its package
-    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
-    return tuple((optimizer, name) for name in names if hasattr(optimizer, name))
-
-
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether a module has hooks that a backward calls, as of `register_full_backward_hook`."""
     return any(vars(module).get(name) for name in ("_backward_hooks", "_backward_pre_hooks"))

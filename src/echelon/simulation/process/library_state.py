@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.fsdp  # before a rank does, with DTensor: what torch keeps in them is then as it was first
 
-from echelon._torch_private.modules import hooks_of_all_modules, hooks_of_all_optimizers, print_options
+from echelon._torch_private.modules import hooks_of_all_modules, print_options
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.state import State
 
@@ -126,8 +126,9 @@ def shared_collections() -> list[Attribute]:
         return Attribute(owner, name, lambda _: copy.copy(outside))
 
     hooks = hooks_of_all_modules()
+    optimizer_module = sys.modules["torch.optim.optimizer"]  # the package deletes its name
     found = [of(torch.nn.modules.module, name) for name in hooks]
-    found += [of(*each) for each in hooks_of_all_optimizers()]
+    found += [of(optimizer_module, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
     return [of(sys, "argv"), of(warnings, "filters"), of(*print_options()), *found]
 
 
