@@ -210,19 +210,6 @@ def test_each_rank_plans_its_own_redistribution_of_a_dtensor():
     assert [full for _, full in results] == [list(range(9))] * 4
 
 
-def test_hooks_of_all_optimizers_belong_to_the_rank_that_adds_them():
-    def program(group):
-        calls = []
-        sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: calls.append(group.rank))
-        sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(lambda *_: calls.append(group.rank))
-        group.barrier()
-        torch.optim.SGD([torch.ones(1, requires_grad=True)]).step()
-        group.barrier()
-        return calls
-
-    assert echelon.simulate(program, 2).results == [[0, 0], [1, 1]]
-
-
 def test_hooks_of_all_modules_belong_to_the_rank_that_adds_them():
     def program(group):
         calls = []

@@ -126,9 +126,7 @@ def shared_collections() -> list[Attribute]:
         return Attribute(owner, name, lambda _: copy.copy(outside))
 
     hooks = hooks_of_all_modules()
-    optimizer_module = sys.modules["torch.optim.optimizer"]  # the package deletes its name
     found = [of(torch.nn.modules.module, name) for name in hooks]
-    found += [of(optimizer_module, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
     return [of(sys, "argv"), of(warnings, "filters"), of(*print_options()), *found]
 
 
