@@ -102,10 +102,10 @@ def train(group, join):
     inputs = torch.randn(13, 3, dtype=torch.float64)
     model = nn.Linear(3, 1).double()
     ddp = echelon.DDP(model, group, average="samples")
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 12 // group.world_size, shuffle=True)
     for _ in range(2):
-        with ddp.join():
+        with ddp.join(optimizer.step):
             for batch, target in loader:
                 optimizer.zero_grad()
                 (ddp(batch) - target).square().mean().backward()
