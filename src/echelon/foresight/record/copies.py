@@ -37,6 +37,11 @@ class Move(NamedTuple):
     waits: bool
     """Whether the host waits for its end."""
 
+    @property
+    def pins(self) -> bool:
+        """Whether it stays on the host, and goes into pinned memory."""
+        return self.from_host and self.place is not None
+
 
 class Copies:
     """Moves of one rank's tensors."""
@@ -104,17 +109,16 @@ class Copies:
     def _moved(self, tensor: Tensor, move: Move) -> Tensor:
         with self._moving(move):
             out = tensor.clone()
-        if out.requires_grad and not out.is_leaf:
+        if out.requires_grad and not out.is_leaf and not move.pins:
             # autograd moves the gradient back.
-            back = self.to_host if move.place is None else self.to_gpu
-            if move.from_host == (move.place is None):
-                out.register_hook(partial(self._back, back))  # type: ignore[no-untyped-call]
+            out.register_hook(partial(self._returned, move.from_host))  # type: ignore[no-untyped-call]
         return out
 
-    def _back(self, back: Any, gradient: Tensor) -> Tensor:
-        is_on_host = self._number(gradient) in self._memory.on_host
-        moved: Tensor = gradient if is_on_host == (back == self.to_host) else back(gradient, False)
-        return moved
+    def _returned(self, to_host: bool, gradient: Tensor) -> Tensor:
+        """Returns a gradient on the host, or on the GPU."""
+        if (self._number(gradient) in self._memory.on_host) == to_host:
+            return gradient
+        return self.to_host(gradient, False) if to_host else self.to_gpu(gradient, False)
 
     @contextmanager
     def _moving(self, move: Move) -> Iterator[None]:
@@ -133,7 +137,7 @@ class Copies:
             self._memory.fix(number, move.is_pinned)
         else:
             self._memory.on_gpu.add(number)
-        if move.place is not None and move.from_host:
+        if move.pins:
             self.computed("pin_memory", [tensor], 2 * out.nbytes, 1)
         else:
             self._copied([tensor], out.nbytes, to_gpu=move.from_host, waits=move.waits)
@@ -145,16 +149,15 @@ class Copies:
         non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
         if isinstance(targets, Tensor):
             targets, sources = [targets], [sources]
-        pairs = [(target, source) for target, source in zip(targets, sources, strict=True)]
+        pairs = list(zip(targets, sources, strict=True))
         directions = [self._direction(target, source) for target, source in pairs]
         if all(each is None for each in directions):
             return False
         for (target, source), to_gpu in zip(pairs, directions, strict=True):
-            pinned = self._memory.number(source if to_gpu else target) in self._memory.pinned
-            waits = not (non_blocking and pinned)
-            # Those of a list that stay where they are take much less time.
-            if to_gpu is not None:
-                self._copied([source], target.nbytes, to_gpu=to_gpu, waits=waits)
+            if to_gpu is None:  # of a list: it stays where it is, which takes much less time
+                continue
+            is_pinned = self._memory.number(source if to_gpu else target) in self._memory.pinned
+            self._copied([source], target.nbytes, to_gpu=to_gpu, waits=not (non_blocking and is_pinned))
         return True
 
     def _direction(self, target: Tensor, source: Tensor) -> bool | None:

@@ -1,7 +1,8 @@
 """Function mode that maps devices of CUDA to the CPU, and chooses operators as on a GPU.
 
 torch's autograd on fake tensors of CUDA needs a build for CUDA, and a GPU. So the tensors of a recorded rank are on the
-CPU for torch, and X
+CPU for torch, and on the device for the recorder. A program that reads the device gets the recorder's. Where torch
+chooses an operator by the device, as for attention, this mode makes the choice of a GPU.
 """
 
 from __future__ import annotations
