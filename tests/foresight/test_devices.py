@@ -36,6 +36,11 @@ def of_tensors(device):
         ("cpu", False, -1, "torch.Doub"),
     }
     assert torch.ones(3).type(torch.cuda.HalfTensor).device == device
+    moved = [x.cpu(), x.to("cpu"), x.to(host[0]), x.type(torch.FloatTensor), x.type("torch.HalfTensor"), x.to(x.cpu())]
+    assert {each.device.type for each in moved} == {"cpu"}
+    assert x.device == device
+    empty = [x.to("meta"), torch.empty(3, device="meta"), nn.Linear(2, 2, device="meta").weight]
+    assert {(each.device.type, each.is_cuda) for each in empty} == {("meta", False)}
 
 
 def of_modules(device):

@@ -160,7 +160,7 @@ def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     device = kwargs.get("device")
     if name in MOVES and isinstance(args[0], Tensor):
         goals: list[Any] = [
-            placement.device_of(each) if isinstance(each, Tensor) else each
+            placement.goal_of(each) if isinstance(each, Tensor) else each
             for each in (*args[1:], device)
             if isinstance(each, str | torch.device | Tensor)
         ]
@@ -229,15 +229,17 @@ def _is_pinned(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> bool:
 
 
 def _typed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns a tensor of another type, such as `torch.cuda.FloatTensor` or its name: on the GPU, of its dtype."""
+    """Returns a tensor of another type. One such as `torch.cuda.FloatTensor`, or its name, says the device, too."""
     tensor, *others = args
     goal = others[0] if others else kwargs.get("dtype")
     if isinstance(goal, str) and goal.startswith("torch.cuda."):
         goal = getattr(torch.cuda, goal.removeprefix("torch.cuda."))
     if goal is None and device_said(tensor, 3) is not None:
         return str(func(tensor)).replace("torch.", "torch.cuda.")
-    if goal is None or isinstance(goal, str | type | torch.dtype):
+    if goal is None or isinstance(goal, torch.dtype):
         return func(*args, **kwargs)
+    if isinstance(goal, str | type):  # of the CPU
+        return _placed("cpu", (tensor,), {}, func(*args, **kwargs))
     return _placed("to", (tensor, torch.device(_CUDA)), {}, tensor.to("cpu", goal.dtype))
 
 

@@ -463,9 +463,9 @@ def _on_host(recording: Recording, original: Callable[..., Tensor], *args: Any, 
 def _default_device(recording: Recording, original: Callable[[], torch.device]) -> torch.device:
     """Returns the device of new tensors. torch's function makes one, which is on the CPU."""
     device = default_device_of(torch.empty)
-    if recording.placement is None or not is_gpu(device):
+    if recording.placement is None or device is None or not is_gpu(device):
         return original()
-    return recording.placement.gpu if device is None or device.index is None else device
+    return device if device.index is not None else recording.placement.gpu
 
 
 def _of_autocast(_: Recording, original: Callable[..., Any], device_type: str = "cuda") -> Any:

@@ -149,12 +149,16 @@ class Placement:
         A tensor whose device is unknown is on a GPU once the program has named one; see `is_unsure`.
         """
         number = self._number_inside(tensor)
-        if number in self._memory.on_host or type(tensor) in _WITH_VALUES:
+        if number in self._memory.on_host or type(tensor) in _WITH_VALUES or _is_meta(tensor):
             return None
         if not (is_known := number in self._memory.on_gpu) and not self._log.names_gpu:
             return None
         gpu = self.gpu
         return gpu if is_known else self._unsure
+
+    def goal_of(self, tensor: Tensor) -> Any:
+        """Returns the goal of a move to the device of a tensor. None: it is unknown."""
+        return HOST if self._number_inside(tensor) in self._memory.on_host else self.device_of(tensor)
 
     @property
     def gpu(self) -> torch.device:
@@ -302,6 +306,12 @@ class Placement:
             return None
         with without_functions():
             return self._memory.known(tensor) if tensor.layout is torch.strided else None
+
+
+def _is_meta(tensor: object) -> bool:
+    """Whether a tensor is on the meta device, where no tensor has memory."""
+    with without_functions():
+        return isinstance(tensor, Tensor) and local_part(tensor).is_meta
 
 
 def _gpus(index: int) -> tuple[torch.device, torch.device]:
