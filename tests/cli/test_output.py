@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from echelon.cli import main
-from echelon.cli.output import AboveProgress, OncePerText, print_table, working
+from echelon.cli.output import AboveProgress, WarnedOnce, print_table, working
 from tests.helpers.commands import printed
 
 ROWS = [("name", "time", "text"), ("a", "1.5", "some words that are too long for a narrow terminal"), ("b", "2", "")]
@@ -118,18 +118,23 @@ def test_run_says_what_it_starts(capfd, tmp_path):
     assert "all 2 ranks failed alike: each exited with status 3\n" in capfd.readouterr().err
 
 
-def test_lines_that_another_rank_has_written_are_left_out():
+def test_warnings_that_another_rank_has_written_are_left_out():
     target = io.BytesIO()
-    stream = OncePerText(target)
+    stream = WarnedOnce(target)
+    warning = b"a.py:1: UserWarning: old\n", b"  call()\n"
     for line in (
-        b"[0] deprecated\n",
-        b"[0] deprecated\n",
-        b"\x1b[32m[1] \x1b[0mdeprecated\n",
-        b"[1] mine\n",
-        b"unmarked\n",
+        *(b"[0] " + each for each in warning),
+        *(b"\x1b[32m[1] \x1b[0m" + each for each in warning),
+        b"[1]   step 1\n",
+        b"[0] step 2\n",
+        b"[1] step 2\n",
+        b"[0] a.py:1: UserWarning: old\n",
     ):
         assert stream.write(line) == len(line)
-    assert target.getvalue() == b"[0] deprecated\n[0] deprecated\n[1] mine\nunmarked\n"
+    assert target.getvalue() == (
+        b"[0] a.py:1: UserWarning: old\n[0]   call()\n[1]   step 1\n[0] step 2\n[1] step 2\n"
+        b"[0] a.py:1: UserWarning: old\n"
+    )
 
 
 SERVED = """

@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
 from echelon.cli.options import Chrome, Json, Png, check_suffixes, value
-from echelon.cli.output import AboveProgress, Counted, OncePerText, working, write_files
+from echelon.cli.output import AboveProgress, Counted, WarnedOnce, working, write_files
 from echelon.cli.run import console, no_ranks, note_misplaced
 from echelon.errors import FileError, InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
@@ -147,7 +147,7 @@ def foresee(options: ForeseeOptions) -> int:
     program = Program(options.program, tuple(options.args or ()), is_module=options.module)
     # Standard output is JSON alone with --json.
     printed = Counted(shown.stderr if options.json else shown.stdout)
-    warned = OncePerText(shown.stderr)
+    warned = WarnedOnce(shown.stderr)
     of_script = _above_progress(replace(shown, stdout=cast("BinaryIO", printed), stderr=cast("BinaryIO", warned)))
     try:
         with working(f"foreseeing {options.num_ranks} ranks"):

@@ -89,19 +89,27 @@ class Counted(io.BufferedIOBase):
         return self._target.fileno()
 
 
-class OncePerText(io.BufferedIOBase):
-    """Stream of marked lines. Leaves out a line that another rank has written already, such as a warning of torch."""
+class WarnedOnce(io.BufferedIOBase):
+    """Stream of marked lines. Leaves out a warning of Python that another rank has written already."""
 
     def __init__(self, target: BinaryIO) -> None:
         self._target = target
         self._mark_of: dict[bytes, bytes] = {}
+        """Rank that has written a warning, by its text."""
+        self._left_out: bytes | None = None
+        """Rank whose warning was left out, if its line of source may follow."""
 
     def write(self, data: Any, /) -> int:
-        """Writes the lines that are new, or are of the rank that wrote them first."""
+        """Writes all lines but warnings that another rank wrote first, each with its line of source."""
         for line in bytes(data).splitlines(keepends=True):
             found = _MARK.match(line)
             mark, text = (found[0], line[found.end() :]) if found else (b"", line)
-            if self._mark_of.setdefault(text, mark) == mark:
+            if b"Warning: " in text:
+                is_known = self._mark_of.setdefault(text, mark) != mark
+            else:
+                is_known = self._left_out == mark and text.startswith(b"  ")
+            self._left_out = mark if is_known else None
+            if not is_known:
                 self._target.write(line)
         return len(data)
 
