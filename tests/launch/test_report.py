@@ -3,6 +3,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 import echelon
 from echelon.errors import ConnectError, PeerFailed, ScheduleError, Timeout
@@ -65,6 +66,46 @@ def test_an_error_of_the_program_s_own_call_is_reported_as_it_is():
             call()
         report.describe(0, caught.value)
         assert not hasattr(caught.value, "__notes__")
+
+
+class Event:
+    """Object of the program whose attributes have names of a group's."""
+
+    rank = 3
+
+    def lock(self):
+        pass
+
+
+def test_errors_of_other_objects_get_no_advice_on_groups():
+    event, none = Event(), None
+
+    def as_a_context():
+        with event.lock:
+            pass
+
+    def backward():
+        torch.ones(()).backward()
+
+    for call in (lambda: event.wait(), lambda: event.rank(), lambda: none.shape, backward):
+        with pytest.raises((TypeError, AttributeError, RuntimeError)) as caught:
+            call()
+        report.describe(0, caught.value)
+        assert not hasattr(caught.value, "__notes__"), caught.value.__notes__
+    with pytest.raises(TypeError) as caught:
+        as_a_context()
+    assert "call the method, as in with ddp.no_sync():" in report.describe(0, caught.value).traceback
+
+
+class WithoutNotes(Exception):
+    """Error of a program whose notes are no list."""
+
+    __notes__ = "none"
+
+
+def test_an_error_that_refuses_notes_is_reported():
+    """The hook failed, so the launcher had no report."""
+    assert report.describe(0, raised(WithoutNotes("'Tensor' object has no attribute 'wait'"))).rank == 0
 
 
 def test_an_error_without_a_message_is_named():

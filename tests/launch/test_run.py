@@ -270,6 +270,25 @@ def test_a_long_error_is_told_once(script, tmp_path):
     assert re.fullmatch(rf"echelon: root cause: rank 1 raised ValueError \({path}:\d+\), as told above", cause)
 
 
+def test_an_error_with_a_file_name_that_is_no_text_is_told(script):
+    """The launcher failed on the name, and said nothing of the rank."""
+    ended = run(
+        2,
+        script(
+            """
+            from echelon.launch import report
+            if rank == 1:
+                error = OSError(f"no file {os.fsdecode(bytes([255]))}")
+                assert report.write(os.environ["ECHELON_ERROR_FILE"], report.describe(1, error))
+                sys.exit(1)
+            """
+        ),
+    )
+    assert ended.status == 1
+    assert "echelon: rank 1 raised OSError: no file \\udcff" in ended.err
+    assert "[1] OSError: no file \\udcff" in ended.err
+
+
 def test_ranks_that_all_fail_alike_have_no_root_cause(script, tmp_path):
     path = script(textwrap.dedent(REPORTING) + "raise KeyError('the cause')")
     ended = run(3, path, str(tmp_path))

@@ -202,7 +202,7 @@ def _tell(failure: Failure, shown: Console) -> None:
     shown.say(failure.text)
     if failure.rank is not None:
         trace = MarkedStream(failure.rank, shown.stderr, color=shown.color_stderr)
-        trace.feed(failure.traceback.encode())
+        trace.feed(failure.traceback.encode(errors="backslashreplace"))
         trace.finish()
 
 

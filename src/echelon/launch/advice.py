@@ -10,7 +10,9 @@ import dis
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FrameType, ModuleType
 from typing import Any, cast
 
 from echelon.arguments import missing_arguments, no_argument
@@ -30,8 +32,6 @@ _ON_TEXTS = {
     ),
     "Distributed package doesn't have NCCL built in": "this build of torch has no NCCL: give init_process_group "
     "'gloo', or run the script for GPUs that are not there by echelon foresee",
-    "does not require grad and does not have a grad_fn": "if this is the loss of a Pipeline's step(), step() has "
-    "run the backward already: call optimizer.step() next",
     **dict.fromkeys(
         (
             *("'ProcessGroup' object is not ", "argument of type 'ProcessGroup'", "non-iterable ProcessGroup object"),
@@ -39,11 +39,20 @@ _ON_TEXTS = {
         ),
         "a group has no items: its ranks are range(group.world_size)",
     ),
-    "'method' object does not support the context manager protocol": "call it: write with ddp.no_sync():",
-    "object has no attribute 'wait'": "a call of a group returns a Work, which has wait(), with async_op=True, or as "
-    "isend and irecv; batch_isend_irecv returns a list of them",
+    "'method' object does not support the context manager protocol": "call the method, as in with ddp.no_sync():",
+    **{
+        f"'{kind}' object has no attribute 'wait'": "a call of a group returns a Work, which has wait(), with "
+        "async_op=True, or as isend and irecv; batch_isend_irecv returns a list of them"
+        for kind in ("Tensor", "NoneType", "list")
+    },
+    "but _scale is None": "a rank without batches in ddp.join(update) has not called scale(): use "
+    "echelon.amp.GradScaler(group)",
 }
 """Advice by a part of the error's text."""
+_HAS_NO_GRAPH = "does not require grad and does not have a grad_fn"
+_AFTER_STEP = (
+    "if this is the loss of a Pipeline's step(), step() has run the backward already: call optimizer.step() next"
+)
 _NOT_LAST = (
     "if this is the result of a Pipeline's forward(), only the rank of the last stage has it: use it under "
     "if pipe.is_last:"
@@ -90,11 +99,15 @@ def advise(error: BaseException) -> None:
     text = message_of(error)
     advice = next((advice for part, advice in _ON_TEXTS.items() if part in text), "")
     if "NoneType" in text and isinstance(error, TypeError | AttributeError) and not advice:
-        advice = _on_none(error)
+        advice = _NOT_LAST if any(not pipe.is_last for pipe in _pipelines(error)) else ""
+    if _HAS_NO_GRAPH in text and next(_pipelines(error), None) is not None:
+        advice = _AFTER_STEP
     if type(error) is TypeError and not advice:
         advice = _on_called(error) if text.endswith("object is not callable") else _on_call(text)
-    if advice and advice not in getattr(error, "__notes__", ()):
-        error.add_note(advice)
+    # A class of the program may refuse notes, and its error must still be reported.
+    with suppress(Exception):
+        if advice and advice not in getattr(error, "__notes__", ()):
+            error.add_note(advice)
 
 
 def _on_called(error: TypeError) -> str:
@@ -106,21 +119,36 @@ def _on_called(error: TypeError) -> str:
         return ""
     run = [each for each in dis.get_instructions(trace.tb_frame.f_code) if each.offset <= trace.tb_lasti]
     # The attribute that is called begins where the call does.
-    names = [each.argval for each in run if each.opname in _ATTRIBUTES and _begin(each) == _begin(run[-1])]
-    return _ON_CALLED.get(names[-1], "") if names else ""
+    called = [each for each in run if _begin(each) == _begin(run[-1])]
+    names = [each.argval for each in called if each.opname in _ATTRIBUTES]
+    base = next(
+        (each.argval for each in called if each.opname.startswith("LOAD_") and each.opname not in _ATTRIBUTES), ""
+    )
+    if not names or (len(names) == 1 and _is_of_program(trace.tb_frame, base)):
+        return ""
+    return _ON_CALLED.get(names[-1], "")
 
 
-def _on_none(error: BaseException) -> str:
-    """Returns advice on None in a program with a pipeline whose last stage is on another rank."""
+def _is_of_program(frame: FrameType, name: object) -> bool:
+    """Whether a variable is known to hold a value that is not of Echelon."""
+    scope = {**frame.f_globals, **frame.f_locals}
+    if name not in scope:
+        return False
+    value = scope[name]
+    of = value.__name__ if isinstance(value, ModuleType) else type(value).__module__
+    return not of.startswith("echelon")
+
+
+def _pipelines(error: BaseException) -> Iterator[Any]:
+    """Yields the pipelines among the variables of the functions in which an error was raised."""
     module = sys.modules.get("echelon.pipeline.run.pipeline")  # which needs torch
     if module is None:
-        return ""
+        return
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        # Not isinstance, which asks values of the user for their class.
         for value in (*frame.f_globals.values(), *frame.f_locals.values()):
-            # Not isinstance, which asks values of the user for their class.
-            if type(value) is module.Pipeline and not value.is_last:
-                return _NOT_LAST
-    return ""
+            if type(value) is module.Pipeline:
+                yield value
 
 
 def _begin(instruction: dis.Instruction) -> tuple[int | None, int | None]:

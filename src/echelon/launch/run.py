@@ -375,7 +375,7 @@ class Console:
 
     def say(self, message: str) -> None:
         """Writes a message of the launcher itself."""
-        self.stderr.write(f"echelon: {message}\n".encode())
+        self.stderr.write(f"echelon: {message}\n".encode(errors="backslashreplace"))
         self.stderr.flush()
 
 
@@ -436,7 +436,7 @@ class FailureLog:
         self._explained = failure
         self._console.say(f"rank {failure.rank} {failure.placed}")
         trace = MarkedStream(failure.rank, self._console.stderr, color=self._console.color_stderr)
-        trace.feed(failure.told_once(failure.traceback).encode())
+        trace.feed(failure.told_once(failure.traceback).encode(errors="backslashreplace"))
         trace.finish()
 
 
