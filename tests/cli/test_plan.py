@@ -136,6 +136,8 @@ def test_a_file_is_read_and_checked(capsys, tmp_path):
     error = capsys.readouterr().err
     assert error.startswith("echelon: schedule 'own' has ")
     assert "1B0" in error
+    assert main(["plan", "own.csv", "--compare"]) == 2
+    assert capsys.readouterr().err == error
 
 
 def test_search_finds_what_fits(capsys):

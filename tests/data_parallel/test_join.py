@@ -9,6 +9,7 @@ from torch import nn
 import echelon
 from echelon import DDP, CollectiveMismatch, SyncBatchNorm
 from echelon.data_parallel.hooks import AccumulateIn, CompressTo, LocalSGD, PowerSGD
+from echelon.launch import report
 from tests.helpers.models import TINY_MB, assert_all_equal, batch, fill, gradients, loss_of, mlp, single
 
 
@@ -201,8 +202,8 @@ def test_a_rank_whose_optimizer_differs_is_told_before_the_next_epoch(run):
     first, second = run(warned_of_missed_updates, 2)
     assert first == []
     assert second == [
-        "rank 1 had no batch in the last 2 steps of an earlier join(), so its optimizer and scheduler differ from "
-        "those of other ranks: pass the function that steps them: ddp.join(update)"
+        "rank 1 had no batch in 2 steps of earlier join() blocks, so its optimizer and scheduler differ from those of "
+        "other ranks: pass the function that steps them: ddp.join(update)"
     ]
 
 
@@ -213,3 +214,39 @@ def join_by_a_number(group):
 
 def test_an_update_that_is_no_function_is_refused(run):
     run(join_by_a_number, 1)
+
+
+def join_with_a_closure(group):
+    model = DDP(mlp(), group)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model(batch()))
+        loss.backward()
+        return loss
+
+    with model.join(lambda: optimizer.step(closure)):
+        for _ in range(2 - group.rank):
+            optimizer.step(closure)
+
+
+def test_an_update_that_runs_forwards_is_refused(run):
+    """Each rank took part in the updates of the others in turn, and all went on for ever."""
+    with pytest.raises(echelon.UnsupportedOp, match=r"update of join\(\) runs a forward, for which this rank has no"):
+        run(join_with_a_closure, 2)
+
+
+def barrier_inside_join(group):
+    model = DDP(mlp(), group)
+    with model.join():
+        if group.rank == 0:
+            group.barrier()
+
+
+def test_a_collective_inside_join_is_told_to_follow_the_block(run):
+    with pytest.raises((echelon.CollectiveMismatch, echelon.DeadlockError)) as caught:
+        run(barrier_inside_join, 2)
+    told = report.describe(0, caught.value).traceback
+    assert "if a rank waits in ddp.join()" in told
+    assert "call collectives after the block" in told

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import foresee
 from echelon.foresight.play.devices import DEVICES
+from echelon.foresight.record.run import record
 from echelon.foresight.trace import Copy, HostKernel, HostWait, Kernel
 from tests.foresight import programs
 
@@ -243,12 +244,19 @@ def own_hooks():
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x.cpu(), lambda x: x.cuda(non_blocking=True))
 
 
+def hooks_that_go_on():
+    """torch pins the memory to which it copies without waiting."""
+    hooks = lambda x: x.to("cpu", non_blocking=True), lambda x: x.cuda(non_blocking=True)
+    return torch.autograd.graph.saved_tensors_hooks(*hooks)
+
+
 @pytest.mark.parametrize(
     ("context", "waits"),
     [
         (lambda: torch.autograd.graph.save_on_cpu(pin_memory=True), 0),
         (torch.autograd.graph.save_on_cpu, 2 * (DEPTH + 2)),
         (own_hooks, 2 * (DEPTH + 2)),
+        (hooks_that_go_on, 0),
     ],
 )
 def test_saved_tensors_leave_the_gpu_in_forward_and_come_back_in_backward(context, waits):
@@ -317,6 +325,21 @@ def test_a_batch_of_a_loader_is_copied_and_loading_takes_no_time(pins, non_block
     trace = seen.traces[0]
     assert (copies(trace), waits_after_copies(trace), computed(trace)) == ([64 * WIDTH * 4], waits, [])
     assert seen.assumptions == ()
+
+
+def pins():
+    programs.begin()
+    x = torch.ones(4)
+    y = x.pin_memory()
+    assert (x.is_pinned(), y.is_pinned(), y.device.type) == (False, True, "cpu")
+    assert y.pin_memory() is y
+    made = torch.empty(4, pin_memory=True)
+    assert (made.is_pinned(), made.device.type) == (True, "cpu")
+    assert not made.cuda().is_pinned()
+
+
+def test_a_tensor_in_pinned_memory_says_so():
+    record(pins, 1)
 
 
 def computes_on_the_host(_):

@@ -390,6 +390,8 @@ def test_a_failure_of_all_ranks_by_the_message_of_one_is_told_once():
     assert report.first_cause([repeated, cause]) is cause
     (line,) = report.consequences(cause, [repeated])
     assert line.startswith("rank 1 raised InvalidArgument: rank 0: as told above (")
+    (line,) = report.consequences(cause, [report.describe(1, raised(ValueError("step 20 is older")))])
+    assert line.startswith("rank 1 raised ValueError: step 20 is older (")
 
 
 @pytest.mark.parametrize("kind", [echelon.DeadlockError, echelon.CollectiveMismatch])

@@ -250,9 +250,9 @@ class DistributedDataParallel(ModuleProxy):
         sync = self._sync
         if sync.num_missed_updates:
             warnings.warn(
-                f"rank {self._group.rank} had no batch in the last {counted(sync.num_missed_updates, 'step')} of an "
-                "earlier join(), so its optimizer and scheduler differ from those of other ranks: pass the function "
-                "that steps them: ddp.join(update)",
+                f"rank {self._group.rank} had no batch in {counted(sync.num_missed_updates, 'step')} of earlier join() "
+                "blocks, so its optimizer and scheduler differ from those of other ranks: pass the function that steps "
+                "them: ddp.join(update)",
                 stacklevel=3,
             )
         with sync.joining.on():

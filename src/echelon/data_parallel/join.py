@@ -2,7 +2,7 @@
 
 Strategy. Each rank announces its next step before each forward and each reduction, in one all_gather of one byte. A
 rank without batches announces NOTHING and takes part in the others' steps, with gradients that count as none. It ends
-when all announce NOTHING.
+when all announce NOTHING. A rank without batches that ran forwards of its own would keep the others going, for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import torch
 
-from echelon.errors import CollectiveMismatch
+from echelon.errors import CollectiveMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 
 
@@ -32,6 +32,7 @@ class Joining:
         """Takes the group in which ranks announce their next steps."""
         self._group = group
         self._is_on = False
+        self._in_step_of_others = False
         self.last_active = 0
         """Lowest rank that had a batch in the latest step with any."""
 
@@ -42,21 +43,29 @@ class Joining:
         try:
             yield
         finally:
-            self._is_on = False
+            self._is_on = self._in_step_of_others = False
 
     def others(self) -> Iterator[tuple[Next, int]]:
         """Yields the next step of the ranks with batches, and the lowest such rank. Ends when none has batches."""
         while (src := first_active(steps := self.announce(Next.NOTHING))) is not None:
+            self._in_step_of_others = True
             yield steps[src], src
+            self._in_step_of_others = False
 
     def announce(self, mine: Next) -> list[Next]:
         """Announces this rank's next step and returns the step of each rank. Blocks. Empty, at once, outside `on`.
 
         Raises:
             CollectiveMismatch: on every rank, if two that still have batches do different things.
+            UnsupportedOp: this rank takes part in a step of others, and has none of its own.
         """
         if not self._is_on:
             return []
+        if self._in_step_of_others:
+            raise UnsupportedOp(
+                f"update of join() runs a {mine.name.lower()}, for which this rank has no batch: let it step optimizer "
+                "and scheduler alone; an optimizer that takes a closure needs as many batches on all ranks"
+            )
         # device="cpu": torch.set_default_device may name another.
         told = self._group.all_gather(torch.tensor([mine], dtype=torch.uint8, device="cpu"))
         steps = [Next(step) for step in told.tolist()]

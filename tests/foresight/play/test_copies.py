@@ -70,6 +70,7 @@ def test_copies_are_rows_beside_a_timeline():
 
 def test_memory_of_the_host_is_counted_for_itself():
     step = Step().allocate(1, 2048).allocate(2, 4096, on_host=True).free(1).allocate(3, 512, on_host=True).free(2)
+    step.allocate(4, 1024, on_host=True)
     step.live = (Allocate(9, 1024, "optimizer", -1, -1, 0, True),)
     memory = memory_of(step.trace(), 2 << 20)
     assert (memory.live_peak, memory.host_peak, memory.kinds_at_peak) == (

@@ -54,11 +54,9 @@ class Transfer(NamedTuple):
 
 
 class HostRun(NamedTuple):
-    """Operators in a row that the host computes itself."""
+    """An operator that the host computes itself."""
 
     seconds: float
-    entry: int
-    """Index of the first one."""
 
 
 class Post(NamedTuple):
@@ -210,7 +208,7 @@ class _Lowering:
         elif isinstance(entry, Copy):
             self._operations.append(Transfer(entry.stream, self._device.copy_seconds(entry), entry.to_gpu, index))
         elif isinstance(entry, HostKernel):
-            self._operations.append(HostRun(self._device.host_seconds(entry), index))
+            self._operations.append(HostRun(self._device.host_seconds(entry)))
         elif isinstance(entry, Wait):
             # Communication of an earlier step has long ended.
             if entry.number in self._posted:
