@@ -3,8 +3,11 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,17 @@ def test_work_is_shown_on_a_terminal_alone():
         with working("searching", console):
             pass
         assert ("searching" in console.file.getvalue()) == is_terminal
+
+
+@pytest.mark.parametrize(("plain_after", "num_lines"), [(0.01, 2), (None, 0), (60.0, 0)])
+def test_a_file_gets_a_line_on_long_work(plain_after, num_lines):
+    written = io.StringIO()
+    with working("searching", Console(file=written), plain_after=plain_after):
+        while written.getvalue().count("\n") < num_lines:
+            time.sleep(0.01)
+        lines = written.getvalue().splitlines()[:2]
+    assert [re.sub(r"\d+", "N", line) for line in lines] == ["echelon: searching, N s so far"] * num_lines
+    assert "echelon-progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_lines_appear_above_the_progress():

@@ -80,14 +80,20 @@ def run_all(commands):
     return [OUTCOMES[words[-1]] for words in commands]
 
 
+def no_word(line):
+    pass
+
+
 EACH = [("--tp", tp) for tp in OUTCOMES]
 
 
 def test_a_sweep_runs_the_command_with_each_combination_after_the_arguments():
-    ran = []
+    ran, told = [], []
     sweep(
-        ["-n", "12"], ["train.py", "--tp", "9"], EACH[1:3], lambda commands: ran.extend(commands) or run_all(commands)
+        *(["-n", "12"], ["train.py", "--tp", "9"], EACH[1:3]),
+        *(lambda commands: ran.extend(commands) or run_all(commands), told.append),
     )
+    assert told == ["1 of 2: --tp 2 takes 2.00 s, fits", "2 of 2: --tp 4 takes 1.00 s, fits"]
     assert list(map(shlex.join, ran)) == [
         "foresee -n 12 --json train.py --tp 9 --tp 2",
         "foresee -n 12 --json train.py --tp 9 --tp 4",
@@ -96,7 +102,10 @@ def test_a_sweep_runs_the_command_with_each_combination_after_the_arguments():
 
 @pytest.mark.parametrize(("options", "best"), [([], ["2", "4"]), (["--tokens", "9"], ["4", "2"])])
 def test_the_best_is_first_and_failures_are_last(options, best):
-    found = sweep(options, ["train.py"], EACH, run_all)
+    told = []
+    found = sweep(options, ["train.py"], EACH, run_all, told.append)
+    assert told[0] == "1 of 5: --tp 1 takes 500.00 ms, does not fit"
+    assert told[3] == "4 of 5: --tp 8 failed: rank 0 raised ValueError: 8 does not divide 12"
     assert [entry.arguments[1] for entry in found] == [*best, "1", "8", "16"]
     values = json.loads(as_json(found))
     assert values["ranked"][0]["arguments"] == ["--tp", best[0]]
@@ -116,7 +125,7 @@ def test_a_script_that_refuses_its_arguments_is_quoted():
 
 def test_the_table_has_a_line_for_each_combination():
     written = io.StringIO()
-    show(sweep([], ["train.py"], EACH, run_all), Console(file=written, width=200))
+    show(sweep([], ["train.py"], EACH, run_all, no_word), Console(file=written, width=200))
     assert written.getvalue().splitlines() == [
         "arguments       step    MFU     needs        of  fits",
         "--tp 2        2.00 s  40.0%   1.0 GiB  80.0 GiB   yes",
@@ -131,12 +140,14 @@ def test_the_table_has_a_line_for_each_combination():
 def test_a_size_that_does_not_fit_is_above_the_limit():
     written = io.StringIO()
     ended = Ended(1, json.dumps(figures(0.5, 0.9, (80 << 30) + 1, fits=False)), "")
-    show(sweep([], ["train.py"], EACH[:1], lambda _: [ended]), Console(file=written, width=200))
+    show(sweep([], ["train.py"], EACH[:1], lambda _: [ended], no_word), Console(file=written, width=200))
     assert written.getvalue().splitlines()[1].split()[5:] == ["over", "80.0", "GiB", "80.0", "GiB", "NO"]
 
 
 def test_the_table_has_bubbles_if_a_layout_has_a_pipeline():
-    found = sweep([], ["train.py"], EACH[1:3], lambda _: [Ended(0, json.dumps(each), "") for each in PIPELINES])
+    found = sweep(
+        [], ["train.py"], EACH[1:3], lambda _: [Ended(0, json.dumps(each), "") for each in PIPELINES], no_word
+    )
     written = io.StringIO()
     show(found, Console(file=written, width=200))
     assert [re.split("  +", line)[1:4] for line in written.getvalue().splitlines()] == [
@@ -174,7 +185,7 @@ def test_smaller_batches_are_those_of_the_argument(arguments, text):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_shown_on_a_terminal_alone(is_terminal):
     written = io.StringIO()
-    ended = run_processes([["--version"]] * 2, Console(file=written, force_terminal=is_terminal, width=80))
+    ended = list(run_processes([["--version"]] * 2, Console(file=written, force_terminal=is_terminal, width=80)))
     assert [each.status for each in ended] == [0, 0]
     assert ("foreseeing" in written.getvalue()) == is_terminal
 

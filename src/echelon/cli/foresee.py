@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
 
 import typer
@@ -14,7 +15,7 @@ from rich.console import Console as RichConsole
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
 from echelon.cli.options import Chrome, Json, Png, check_suffixes, value
-from echelon.cli.output import AboveProgress, Counted, WarnedOnce, working, write_files
+from echelon.cli.output import AboveProgress, Counted, WarnedOnce, working, write, write_files
 from echelon.cli.run import console, no_ranks, note_misplaced
 from echelon.errors import FileError, InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
@@ -150,7 +151,8 @@ def foresee(options: ForeseeOptions) -> int:
     warned = WarnedOnce(shown.stderr)
     of_script = _above_progress(replace(shown, stdout=cast("BinaryIO", printed), stderr=cast("BinaryIO", warned)))
     try:
-        with working(f"foreseeing {options.num_ranks} ranks"):
+        # Those of a sweep, and other programs, ask for JSON: lines of time would stand among the errors they read.
+        with working(f"foreseeing {options.num_ranks} ranks", plain_after=None if options.json else 10.0):
             outcome = foresee_script(program, options.num_ranks, of_script, **options.arguments())
     except KeyboardInterrupt:
         shown.say("ended by SIGINT")
@@ -204,8 +206,14 @@ def _calibrate(path: str, gpu: str) -> int:
 
 def _sweep(options: ForeseeOptions, text: str) -> int:
     each = combinations("--sweep", text)
+    shown = RichConsole(stderr=True, highlight=False)
+    program = [options.program, *(options.args or [])]
     try:
-        found = sweep.sweep(options.words(), [options.program, *(options.args or [])], each, sweep.run_all)
+        found = sweep.sweep(
+            *(options.words(), program, each),
+            partial(sweep.run_all, shown=shown),
+            lambda line: write(shown, f"echelon: {line}"),
+        )
     except KeyboardInterrupt:
         console().say("ended by SIGINT")
         return 130

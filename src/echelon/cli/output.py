@@ -6,8 +6,10 @@ import io
 import json
 import re
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, BinaryIO
 
 from rich.console import Console
@@ -46,27 +48,56 @@ def print_table(console: Console, rows: Sequence[Sequence[str]], left: Sequence[
 
 
 @contextmanager
-def working(what: str, console: Console | None = None, per_second: float = 10.0) -> Iterator[None]:
-    """Shows on a terminal, inside the with block, that work is under way and for how long. Nothing is shown elsewhere.
+def working(
+    what: str, console: Console | None = None, per_second: float = 10.0, plain_after: float | None = 10.0
+) -> Iterator[None]:
+    """Shows, inside the with block, that work is under way and for how long.
+
+    Strategy. A terminal gets a line that is drawn again and again. A file or a pipe gets a line after some seconds, and
+    each next one after twice as long.
 
     Args:
         what: the work, such as "searching schedules".
         console: rich's console. None: standard error.
         per_second: how often the line is drawn. Each time takes about a millisecond of a core.
+        plain_after: seconds until the first line for a file or a pipe. None: it gets none.
     """
     shown = Console(stderr=True) if console is None else console
+    if not shown.is_terminal:
+        with nullcontext() if plain_after is None else _lines_of_time(what, shown, plain_after):
+            yield
+        return
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(
         *columns,
         console=shown,
         transient=True,
-        disable=not shown.is_terminal,
         refresh_per_second=per_second,
         redirect_stdout=False,  # a program that runs meanwhile finds its own streams
         redirect_stderr=False,
     ) as progress:
         progress.add_task(what, total=None)
         yield
+
+
+@contextmanager
+def _lines_of_time(what: str, shown: Console, first: float) -> Iterator[None]:
+    ended = threading.Event()
+
+    def tell() -> None:
+        begin = time.monotonic()
+        pause = first
+        while not ended.wait(pause):
+            write(shown, f"echelon: {what}, {time.monotonic() - begin:.0f} s so far")
+            pause *= 2
+
+    thread = threading.Thread(target=tell, name="echelon-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Counted(io.BufferedIOBase):

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,8 +37,8 @@ class Ended(NamedTuple):
     stderr: str
 
 
-RunAll: TypeAlias = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]
-"""Function that runs `echelon` with each of several lists of arguments, and returns when all have ended."""
+RunAll: TypeAlias = Callable[[Sequence[Sequence[str]]], Iterable[Ended]]
+"""Function that runs `echelon` with each of several lists of arguments, and yields their outcomes in order."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,14 @@ class Entry:
         return shlex.join(self.arguments) or "-"
 
     @property
+    def summary(self) -> str:
+        """One line: the step and whether it fits, or the reason why there is none."""
+        if self.figures is None:
+            return f"{self.name} failed: {self.reason}"
+        verdict = "fits" if self.fits else "does not fit"
+        return f"{self.name} takes {seconds_text(self.figures['step_seconds'])}, {verdict}"
+
+    @property
     def fits(self) -> bool:
         """Whether it runs, and every rank has enough memory."""
         return self.figures is not None and bool(self.figures["memory"]["fits"])
@@ -69,7 +77,11 @@ class Entry:
 
 
 def sweep(
-    options: Sequence[str], program: Sequence[str], each: Sequence[tuple[str, ...]], run_all: RunAll
+    options: Sequence[str],
+    program: Sequence[str],
+    each: Sequence[tuple[str, ...]],
+    run_all: RunAll,
+    tell: Callable[[str], None],
 ) -> list[Entry]:
     """Foresees a program with each combination of arguments.
 
@@ -78,12 +90,17 @@ def sweep(
         program: script and its own arguments. Those of the combination come after them.
         each: combinations of arguments.
         run_all: runs the processes.
+        tell: called with a line on each combination when it is foreseen.
 
     Returns:
         An entry for each combination: those that fit first, the best at the top, and failures last.
     """
     ended = run_all([["foresee", *options, "--json", *program, *arguments] for arguments in each])
-    return ranked(list(map(entry_of, each, ended)), is_same_work="--tokens" in options)
+    entries = []
+    for number, entry in enumerate(map(entry_of, each, ended), 1):
+        tell(f"{number} of {len(each)}: {entry.summary}")
+        entries.append(entry)
+    return ranked(entries, is_same_work="--tokens" in options)
 
 
 def ranked(entries: Sequence[Entry], is_same_work: bool) -> list[Entry]:
@@ -176,20 +193,19 @@ def smaller_batches(arguments: Sequence[str]) -> str:
     return ""
 
 
-def run_all(commands: Sequence[Sequence[str]], shown: Console | None = None) -> list[Ended]:
-    """Runs `echelon` with each list of arguments, two at a time where cores allow. Blocks until all have ended.
+def run_all(commands: Sequence[Sequence[str]], shown: Console) -> Iterator[Ended]:
+    """Runs `echelon` with each list of arguments, two at a time where cores allow. Yields the outcomes in order.
 
     Args:
         commands: lists of arguments.
-        shown: terminal on which the progress is shown meanwhile. None: standard error. Nothing is shown elsewhere.
+        shown: console on which the progress is shown meanwhile, if it is a terminal.
     """
-    shown = shown or Console(stderr=True)
     processes = _Processes()
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
         try:
             ended = pool.map(processes.run, commands)
             hides = not shown.is_terminal
-            return list(track(ended, "foreseeing", len(commands), console=shown, transient=True, disable=hides))
+            yield from track(ended, "foreseeing", len(commands), console=shown, transient=True, disable=hides)
         finally:
             processes.stop()  # before the pool waits for its threads
 
