@@ -79,6 +79,17 @@ def test_a_file_gets_a_line_on_long_work(plain_after, num_lines):
     assert "echelon-progress" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_the_line_goes_to_the_stream_that_standard_error_was(monkeypatch):
+    """While a program is foreseen, standard error is that of its ranks."""
+    before, ranks = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", before)
+    with working("foreseeing", plain_after=0.01):
+        monkeypatch.setattr(sys, "stderr", ranks)
+        while "s so far" not in before.getvalue() + ranks.getvalue():
+            time.sleep(0.01)
+    assert ranks.getvalue() == ""
+
+
 def test_lines_appear_above_the_progress():
     out, terminal = io.BytesIO(), io.BytesIO()
     stream = AboveProgress(out, terminal)

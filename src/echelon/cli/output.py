@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 import textwrap
 import threading
 import time
@@ -62,7 +63,8 @@ def working(
         per_second: how often the line is drawn. Each time takes about a millisecond of a core.
         plain_after: seconds until the first line for a file or a pipe. None: it gets none.
     """
-    shown = Console(stderr=True) if console is None else console
+    # The stream of now: a program that runs meanwhile may have others, one for each rank.
+    shown = Console(file=sys.stderr) if console is None else console
     if not shown.is_terminal:
         with nullcontext() if plain_after is None else _lines_of_time(what, shown, plain_after):
             yield
