@@ -1,6 +1,5 @@
 """Worlds that are made and closed, one after another, leave nothing behind in their process."""
 
-import contextlib
 import ctypes
 import gc
 import logging
@@ -112,7 +111,7 @@ def leave_work(backend):
     group.irecv(1 - group.rank, tag=1)
     group.isend(torch.ones(MIB // 4), 1 - group.rank)
     group.barrier()
-    with contextlib.suppress(echelon.CollectiveMismatch):  # a message that nobody has received
+    with suppress(echelon.CollectiveMismatch):  # a message that nobody has received
         group.close()
 
 
