@@ -1,5 +1,6 @@
 """Samples are dealt to the ranks exactly once an epoch, however a run is stopped, and on how many ranks it goes on."""
 
+import copy
 import itertools
 
 import pytest
@@ -163,6 +164,53 @@ def early_end(group):
     loader = DataLoader(TensorDataset(torch.arange(8)), 2)
     first = [batch.tolist() for (batch,) in itertools.islice(loader, 1)]
     return first, [batch.tolist() for (batch,) in loader], loader.epoch
+
+
+def train_with_a_scheduler(group, num_epochs, state, at):
+    """Returns (epoch, batches, learning rate after it) of each epoch, and what was saved after `at` batches."""
+    loader = DataLoader(TensorDataset(torch.arange(11)), 2, shuffle=True, group=group, drop_last=True)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    if state is not None:
+        for each, saved in zip((loader, optimizer, scheduler), state, strict=True):
+            each.load_state_dict(saved)
+    told, count, saved = [], 0, None
+    for epoch in range(loader.epoch, num_epochs):
+        num_batches = 0
+        for _ in loader:
+            assert loader.epoch == epoch
+            optimizer.step()
+            num_batches, count = num_batches + 1, count + 1
+            if count == at:
+                saved = tuple(copy.deepcopy(each.state_dict()) for each in (loader, optimizer, scheduler))
+        scheduler.step()
+        told.append((epoch, num_batches, scheduler.get_last_lr()))
+    return told, saved
+
+
+@pytest.mark.parametrize("ranks_after", [1, 2])
+def test_after_the_last_batch_of_an_epoch_what_follows_its_loop_still_runs(ranks_after):
+    """Resumed runs went on with the next epoch, so a scheduler was one step behind, and an epoch too many was run."""
+    (whole, saved), _ = echelon.simulate(train_with_a_scheduler, 2, (4, None, 4)).results
+    rest, _ = echelon.simulate(train_with_a_scheduler, ranks_after, (4, saved, None)).results[0]
+    per_epoch = [2, 5][ranks_after == 1]
+    assert [each[:2] for each in whole] == [(epoch, 2) for epoch in range(4)]
+    assert [each[:2] for each in rest] == [(1, 0), (2, per_epoch), (3, per_epoch)]
+    assert [each[2] for each in rest] == [each[2] for each in whole[1:]]
+
+
+def test_a_loop_that_takes_all_batches_and_no_more_ends_its_epoch():
+    def passes(group):
+        loader = DataLoader(TensorDataset(torch.arange(6)), 2, group=group)
+        counts = [sum(len(batch) for (batch,) in itertools.islice(loader, len(loader))) for _ in range(2)]
+        kept = iter(loader)
+        counts += [sum(len(next(kept)[0]) for _ in range(len(loader)))]
+        assert loader.epoch == 2  # `kept` could still be asked
+        counts += [sum(len(batch) for (batch,) in loader)]
+        del kept
+        return counts, loader.epoch
+
+    assert echelon.simulate(passes, 1).results == [([6, 6, 6, 6], 4)]
 
 
 def test_a_loop_that_ended_early_is_continued():

@@ -89,20 +89,20 @@ class DataLoader(TorchDataLoader[Any]):
             CollectiveMismatch: the ranks are not at the same place, or their datasets or seeds differ.
         """
         samples = self._samples
-        samples.begin()
-        # A hash of numbers is the same in each process, other than one of text. By rank: workers of two ranks must not
-        # augment their samples alike.
-        self._worker_seeds.manual_seed(hash((samples.seed, *samples.place, samples.rank)) & (2**63 - 1))
-        assert self.batch_size is not None
-        for batch in super().__iter__():
-            # Before the program gets it: a state that is saved in the loop counts this batch.
-            samples.take(self.batch_size)
-            yield batch
-        samples.finish()
+        with samples.passing():
+            # A hash of numbers is the same in each process, other than one of text. By rank: workers of two ranks must
+            # not augment their samples alike.
+            self._worker_seeds.manual_seed(hash((samples.seed, *samples.place, samples.rank)) & (2**63 - 1))
+            assert self.batch_size is not None
+            for batch in super().__iter__():
+                # Before the program gets it: a state that is saved in the loop counts this batch.
+                samples.take(self.batch_size)
+                yield batch
+            samples.finish()
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch of the next batch, from 0."""
+        """Number of the epoch from 0: inside a loop that of the loop, else that of the next one."""
         return self._samples.epoch
 
     def set_epoch(self, epoch: int) -> None:

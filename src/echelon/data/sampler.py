@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -23,6 +24,9 @@ from echelon.launch.init import CURRENT, given_or_current
 RANKS_OF_TORCH = dict.fromkeys(("num_replicas", "rank"), " the group knows it: leave it out, or give group=")
 """Arguments of torch's sampler, with advice."""
 
+_LOADED = object()
+"""Pass of a state: it was saved inside a loop, or before one."""
+
 
 class Place(NamedTuple):
     """Place in the training data: the next sample to be taken."""
@@ -36,7 +40,8 @@ class DistributedSampler(Sampler[int]):
     """Sampler that deals each sample of a dataset to exactly one rank, once an epoch.
 
     Each pass is the next epoch, in an order of its own: `set_epoch` is not needed. A loop that ends early is continued
-    by the next pass. No sample is repeated to make ranks equal: without `drop_last` some ranks have one sample more.
+    by the next pass. A state that is saved inside a loop, after its last sample, is of this epoch still: the resumed
+    loop has no samples, and what follows it runs, such as the step of a scheduler. No sample is repeated to make ranks equal: without `drop_last` some ranks have one sample more.
     `DistributedDataParallel(average="samples")` weighs ranks by their samples. `join()` serves loops in which some
     ranks have a batch more, which happens if the last one has fewer samples than there are ranks.
 
@@ -84,6 +89,7 @@ class DistributedSampler(Sampler[int]):
         self._unit = multiple * self._group.world_size if drop_last else 1
         self._place = Place(0, 0)
         self._is_ahead = False
+        self._pass: object | None = None  # None: outside of a loop, and of a state that was saved in one
 
     def __repr__(self) -> str:
         epoch, position = self.place
@@ -103,22 +109,21 @@ class DistributedSampler(Sampler[int]):
         """
         if self._place.position:
             self._check_exact()
-        self.begin()
-        self._is_ahead = is_prefetched()
-        for index in self.indices():
-            self.take(1)
-            yield index
-        self.finish()
+        with self.passing():
+            self._is_ahead = is_prefetched()
+            for index in self.indices():
+                self.take(1)
+                yield index
+            self.finish()
 
     @property
     def place(self) -> Place:
-        """Epoch, and number of its samples that all ranks have taken. At the end of an epoch: the next one's begin."""
-        epoch, position = self._place
-        return self._place if position < self._end(position) else Place(epoch + 1, 0)
+        """Epoch, and number of its samples that all ranks have taken. After a loop: the beginning of the next epoch."""
+        return self._after() if self._pass is None else self._place
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch of the next sample, from 0."""
+        """Number of the epoch from 0: inside a loop that of the loop, else that of the next one."""
         return self.place.epoch
 
     @refuse_others()
@@ -143,7 +148,8 @@ class DistributedSampler(Sampler[int]):
         epoch, position = self.place
         return {
             "epoch": epoch,
-            "position": position,
+            # All samples: with `drop_last` another number of ranks would go on with some that are left out here.
+            "position": position if position < self._end(position) else self._num_samples,
             "num_samples": self._num_samples,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -165,7 +171,7 @@ class DistributedSampler(Sampler[int]):
             raise InvalidArgument(
                 f"the state has epoch={epoch!r} and position={position!r}: load the result of state_dict()"
             )
-        self._place, self._is_ahead = Place(epoch, position), False
+        self._place, self._is_ahead, self._pass = Place(epoch, position), False, _LOADED
 
     if not TYPE_CHECKING:  # type checkers report the name themselves
 
@@ -174,14 +180,31 @@ class DistributedSampler(Sampler[int]):
 
     # For DataLoader, which counts the batches that the program has received
 
-    def begin(self) -> None:
-        """Begins a pass: compares the place with that of all ranks. Blocks until all have come.
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Inside is a pass. Compares the place with that of all ranks first, and blocks until all have come.
 
         Raises:
             CollectiveMismatch: they differ.
         """
         # At the end of an epoch: from here on `take` counts in the next one.
-        self._place = self.place
+        if self._pass is not _LOADED:
+            self._place = self._after()
+        self._check_equal()
+        self._pass = this = object()
+        try:
+            yield
+        finally:
+            # Not if the program has begun another pass before it let go of this one.
+            if self._pass is this:
+                self._pass = None
+
+    def _after(self) -> Place:
+        """Returns the place at which the next pass begins, if the loop is left here."""
+        epoch, position = self._place
+        return self._place if position < self._end(position) else Place(epoch + 1, 0)
+
+    def _check_equal(self) -> None:
         if self._group.world_size == 1:
             return
         mine = {"samples": self._num_samples, "seed": self._seed, "shuffle": self._shuffle, **self.place._asdict()}
