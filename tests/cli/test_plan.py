@@ -64,6 +64,13 @@ def test_many_problems_are_bounded_and_all_in_json(capsys, tmp_path):
     assert problems[3:] == ["  - and 37 more of this kind"]
 
 
+def test_steps_without_any_time_have_no_bubble_rate(capsys):
+    costs = ("--forward", "0", "--backward-input", "0", "--backward-weight", "0")
+    assert json.loads(run(capsys, "1f1b", "-r", "2", "-m", "4", *costs, "--json"))["bubble_rate"] is None
+    assert "bubble rate" not in run(capsys, "1f1b", "-r", "2", "-m", "4", *costs)
+    assert " - " in run(capsys, "--compare", "-r", "2", "-m", "4", *costs)
+
+
 def test_json_says_what_the_timeline_says(capsys):
     found = json.loads(run(capsys, "zb-v", "-r", "4", "-m", "8", "--transfer", "0.25", "--json"))
     timeline = schedules.build("zb-v", 4, 8).simulate(Costs(transfer=0.25))

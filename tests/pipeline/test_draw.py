@@ -78,7 +78,6 @@ ANYTHING = {
     "no ranks": Timeline((), (), ()),
     "no spans": Timeline(((), ()), ((), ()), ((), ())),
     "one rank of two": Timeline((("a",), ()), ((3,), ()), ((5,), ())),
-    "no time at all": Timeline((("a", "b"),), ((3, 3),), ((3, 3),)),
     "a step without time": Timeline((("a", "b"),), ((3, 3),), ((3, 6),)),
     "text": Timeline(
         (("all_reduce 1", "_x & <y>", "$\\frac$"), ("",)), ((0.0, 1.5, 3), (1.0,)), ((1.0, 2.0, 9.0), (4,))
@@ -99,6 +98,15 @@ def test_anything_can_be_drawn(timeline, tmp_path):
     assert [text for text in found if text.startswith("rank ")] == [
         f"rank {rank}" for rank in range(timeline.num_ranks)
     ]
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html"])
+def test_steps_without_any_time_are_refused(suffix, tmp_path):
+    nothing = Timeline((("a", "b"),), ((3, 3),), ((3, 3),))
+    for draw in (nothing.draw, lambda path: ANYTHING["text"].draw(path, against=nothing)):
+        with pytest.raises(InvalidArgument, match='give echelon simulate --costs measured, or costs="measured" in P'):
+            draw(tmp_path / f"picture{suffix}")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("timeline", ANYTHING.values(), ids=ANYTHING.keys())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from fractions import Fraction
@@ -9,6 +10,7 @@ from fractions import Fraction
 import pytest
 
 from echelon.timeline.timeline import Idle, LazySequence, Span, Timeline, Transfer
+from echelon.timeline.words import figures
 
 
 @pytest.fixture
@@ -69,6 +71,13 @@ def test_a_recorded_run_cannot_tell_when_a_transfer_arrived():
     )
     assert timeline.idle[1] == Idle(warm_up=0, other_ranks=1, transfer=1, overhead=1, drain=0)
     assert [item.span.name for item in timeline.critical_path] == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize("moment", [3, 3.0])
+def test_steps_without_any_time_have_no_bubble_rate(moment):
+    timeline = Timeline(steps=(("a", "b"),), starts=((moment, moment),), ends=((moment, moment),))
+    assert math.isnan(timeline.bubble_rate)
+    assert figures(timeline) == "makespan 0"
 
 
 def test_float_times():

@@ -17,7 +17,7 @@ from echelon.timeline.boxes import TimelineLayout, boxes_of
 from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, text_color
 from echelon.timeline.terminal import HALVES, IDLE_IN_COLOR, Line, legend, lines
 from echelon.timeline.timeline import Timeline
-from echelon.timeline.words import number, summary
+from echelon.timeline.words import number, rate_text, summary
 from echelon.wording import counted
 
 _MOST_RANKS = 64  # more rows do not help on a terminal
@@ -32,7 +32,7 @@ def as_values(schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> 
         "num_stages": schedule.num_stages,
         "makespan": exact(timeline.makespan),
         "span": exact(timeline.span),
-        "bubble_rate": exact(timeline.bubble_rate),
+        "bubble_rate": _rate(timeline),
         "ranks": [
             {
                 "rank": rank,
@@ -130,12 +130,17 @@ def _has_colors(console: Console) -> bool:
     return console.is_terminal and not console.no_color and is_utf8 and console.color_system in ("256", "truecolor")
 
 
+def _rate(timeline: Timeline) -> int | float | None:
+    # JSON has no NaN.
+    return exact(timeline.bubble_rate) if timeline.span else None
+
+
 def values_compared(option: Option) -> dict[str, Any]:
     """Returns the values of a compared schedule, ready for JSON."""
     return {
         "schedule": option.schedule.name,
         **values_searched(option),
-        "bubble_rate": exact(option.timeline.bubble_rate),
+        "bubble_rate": _rate(option.timeline),
         "peak_microbatches": list(map(exact, option.peak_microbatches)),
         "peak_memory": list(map(exact, option.peak_memory)),
         "fits": option.fits,
@@ -148,7 +153,7 @@ def print_comparison(console: Console, compared: Sequence[dict[str, Any]]) -> No
         ("schedule", "chunks", "makespan", "span", "bubble rate", "microbatches", "memory", "fits")
     ]
     for each in compared:
-        times = (number(each["makespan"]), number(each["span"]), f"{100 * each['bubble_rate']:.1f} %")
+        times = (number(each["makespan"]), number(each["span"]), rate_text(each["bubble_rate"]))
         peaks = (number(max(each["peak_microbatches"])), number(max(each["peak_memory"])))
         rows.append((each["schedule"], str(each["num_chunks"]), *times, *peaks, "yes" if each["fits"] else "no"))
     print_table(console, rows)

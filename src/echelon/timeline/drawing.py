@@ -31,12 +31,18 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
 
     Raises:
         EchelonError: matplotlib is not installed, or the suffix names no format.
-        InvalidArgument: there is no such theme, or `against` is no timeline.
+        InvalidArgument: there is no such theme, `against` is no timeline, or no step of either takes any time.
         FileError: the file cannot be written.
     """
     if against is not None and not isinstance(against, Timeline):
         raise InvalidArgument(f"against is of type {type(against).__name__}: give a Timeline")
     colors = theme_named(theme)
+    for each in (timeline, against):
+        if each is not None and any(each.steps) and not each.makespan:
+            raise InvalidArgument(
+                "a timeline whose steps all take no time cannot be drawn: computing takes none in a simulation without "
+                'costs: give echelon simulate --costs measured, or costs="measured" in Python'
+            )
     if _suffix(path, (*_METADATA, _PAGE)) == _PAGE:
         from echelon.timeline.page import page
 

@@ -8,6 +8,7 @@ Fractions every result is exact.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -286,10 +287,11 @@ class Timeline:
     def bubble_rate(self) -> Time:
         """Share of `span` in which even the busiest rank is idle: (span - busy) / span. 0 is perfect.
 
-        A Fraction if the times are ints or Fractions: print `float(timeline.bubble_rate)`.
+        A Fraction if the times are ints or Fractions: print `float(timeline.bubble_rate)`. NaN if no step takes time,
+        as in a simulation without costs.
         """
         if not self.span:
-            return 0.0
+            return math.nan if any(self.steps) else 0.0
         return _quotient(self.span - max(self.busy), self.span)
 
     @cached_property
@@ -341,7 +343,7 @@ class Timeline:
         Raises:
             EchelonError: matplotlib is not installed, which all but HTML need, or the suffix is none of .svg, .png,
                 .pdf and .html.
-            InvalidArgument: there is no such theme.
+            InvalidArgument: there is no such theme, or no step takes any time, as in a simulation without costs.
             FileError: the file cannot be written.
         """
         # Imported here because the module imports this one.

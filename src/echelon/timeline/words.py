@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from itertools import groupby
 from typing import NamedTuple
@@ -26,13 +27,18 @@ def _origin(timeline: Timeline) -> str:
 
 def figures(timeline: Timeline) -> str:
     """Returns the figures of a timeline, such as "makespan 24, bubble rate 20.0 %, peak activations 4 3 2 1"."""
-    parts = [
-        f"makespan {time_text(timeline.makespan, timeline.unit)}",
-        f"bubble rate {100 * float(timeline.bubble_rate):.1f} %",
-    ]
+    parts = [f"makespan {time_text(timeline.makespan, timeline.unit)}"]
+    rate = float(timeline.bubble_rate)
+    if not math.isnan(rate):
+        parts.append(f"bubble rate {rate_text(rate)}")
     if timeline.peak_activations:
         parts.append(f"peak activations {_per_rank(timeline.peak_activations)}")
     return ", ".join(parts)
+
+
+def rate_text(rate: float | None) -> str:
+    """Returns a rate in percent, such as "20.0 %"; "-" for None."""
+    return "-" if rate is None else f"{100 * rate:.1f} %"
 
 
 def number(value: Time) -> str:
