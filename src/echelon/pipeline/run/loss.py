@@ -11,7 +11,7 @@ import torch
 
 from echelon.backends.admission import check_values, stands_for_device
 from echelon.backends.work import Work
-from echelon.errors import NotFinite, SizeMismatch
+from echelon.errors import InvalidArgument, NotFinite, SizeMismatch
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.plan.action import Action
 from echelon.pipeline.plan.cost import Costs
@@ -283,12 +283,15 @@ def num_samples(value: Value, num_microbatches: int, what: str) -> int:
     """Returns the number of samples of a training batch.
 
     Raises:
-        SizeMismatch: there are no samples, or fewer samples than microbatches.
+        InvalidArgument: there are none.
+        SizeMismatch: there are fewer samples than microbatches.
     """
     samples = batch_size(value, what) if tensors_of(value) else None
     if samples is None:
-        advice = f"pass a batch, as {'target=' if what == 'target' else 'positional arguments'}"
-        raise SizeMismatch("at least one tensor with a dim 0 of samples", "none", f"{what} of step()", advice)
+        noun, place = ("targets", "target=") if what == "target" else ("inputs", "positional arguments")
+        is_missing = value is None or (isinstance(value, tuple) and not value)
+        them = "them" if is_missing else "a tensor with a dim 0 of samples"
+        raise InvalidArgument(f"step() needs the {noun} of the batch: pass {them} as {place}")
     if samples < num_microbatches:
         raise SizeMismatch(
             f"at least {num_microbatches} samples for {num_microbatches} microbatches",

@@ -255,7 +255,8 @@ class Pipeline:
             SizeMismatch: there are fewer samples than microbatches, or inputs, target and keyword arguments differ in
                 their number.
             CollectiveMismatch: the ranks got different samples.
-            InvalidArgument: a stage of this rank does not take a keyword argument.
+            InvalidArgument: the inputs or the target are missing, or a stage of this rank does not take a keyword
+                argument.
             UnsupportedOp: there is no loss_fn, or gradients are switched off, or a tensor has no memory of its own.
             NotFinite: the loss of a microbatch is NaN or infinite.
             PeerFailed: another rank failed; the message has its error.
