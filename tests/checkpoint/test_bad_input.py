@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,16 @@ def test_names_on_one_side_only(store):
         InvalidArgument, match=r"with 2 differences: 2\.bias is not in the checkpoint; 2\.weight is not"
     ):
         store.load(model=make(layers=3))
+
+
+def test_going_by_names_is_no_advice_for_a_model_with_hardly_a_common_name(store):
+    layers = [("0", nn.Linear(3, 3)), *((f"layer{number}", nn.Linear(3, 3)) for number in range(4))]
+    for model, common in (
+        (nn.Sequential(OrderedDict(layers)), "with 10 differences.*: only 2 names on both sides"),
+        (nn.Sequential(OrderedDict(layers[1:])), "with 12 differences.*: no name on both sides"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"{common}: load into the model that was saved$"):
+            store.load(model=model)
 
 
 def test_strict_false_goes_by_names(store):

@@ -29,6 +29,7 @@ from echelon.data_parallel.zero import ZeroOptimizer
 from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.run.weights import give_memory
+from echelon.wording import counted
 
 _OTHER = "an object with a state_dict"
 
@@ -214,7 +215,16 @@ def _compare_models(source: Source, told: Sequence[Mapping[str, Any]], prefixes:
         listed = "; ".join([problems[name] for name in sorted(problems)][:3]) + (
             f"; and {count - 3} more" * (count > 3)
         )
-        advice = "load into the model that was saved" + ", or pass strict=False to go by names" * can_go_by_names
+        # With few common names strict=False would leave most of the model as it is, without a word.
+        num_saved = sum(len(models[prefix]) for prefix in prefixes)
+        num_here = len({name for each in told for name in each["tensors"]})
+        is_akin = 2 * len(covered) > min(num_saved, num_here)
+        advice = "load into the model that was saved"
+        if can_go_by_names and is_akin:
+            advice += ", or pass strict=False to go by names"
+        elif not is_akin:
+            common = f"only {counted(len(covered), 'name')}" if covered else "no name"
+            advice = f"{common} on both sides: {advice}"
         raise InvalidArgument(
             f"the checkpoint of step {source.step} is of another model, with {count} "
             f"difference{'s' * (count > 1)}: {listed}: {advice}"
