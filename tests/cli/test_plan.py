@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,8 +57,9 @@ def test_colour_where_there_is_colour(capsys, monkeypatch):
 
 def test_many_problems_are_bounded_and_all_in_json(capsys, tmp_path):
     path = str(tmp_path / "plan.csv")
-    schedules.build("1f1b", 4, 8).to_csv(path)
-    assert main(["plan", path, "-m", "3", "--json"]) == 2
+    lines = (str(schedules.build("1f1b", 4, count)).splitlines() for count in (8, 5))
+    Path(path).write_text("\n".join(map(",".join, zip(*lines, strict=True))))  # 40 actions twice
+    assert main(["plan", path, "--json"]) == 2
     out, err = capsys.readouterr()
     assert len(json.loads(out)["problems"]) == 40
     problems = [line for line in err.splitlines() if line.startswith("  - ")]
@@ -206,7 +208,10 @@ def test_compare_puts_a_schedule_of_a_file_beside_the_named_ones(capsys, tmp_pat
     spans = {each["schedule"]: each["span"] for each in found["schedules"]}
     assert spans["mine"] == spans["zb-h1"]
     assert len(spans) > 5
-    assert refusal(capsys, "plan", path, "--compare", "-r", "3").startswith(f"-r 3: {path} itself says that")
+    assert json.loads(run(capsys, path, "--compare", "-r", "4", "-m", "8", "--json")) == found
+    for request in ((path, "--compare"), (path,)):
+        assert refusal(capsys, "plan", *request, "-r", "3").startswith(f"-r 3: {path} has 4 ranks; leave it out")
+        assert refusal(capsys, "plan", *request, "-m", "9").startswith(f"-m 9: {path} has 8 microbatches; leave it ")
     with pytest.raises(ScheduleError, match="mine has 4 ranks and 8 microbatches: compare it with schedules of the "):
         recommend(Costs(), 4, 9, own=[Schedule.from_csv(path)])
 
@@ -279,7 +284,7 @@ def test_the_memory_limit_counts_microbatches(capsys):
             "cannot write no/a.svg: the folder no does not exist; make it first: mkdir -p no",
         ),
         ("no.csv", "cannot read no.csv: there is no such file in /"),
-        ("no.csv -r 4", "-r 4: no.csv itself says that; leave it out"),
+        ("no.csv --chunks 4", "--chunks 4: no.csv itself says that; leave it out"),
         ("--search -r 2 -m 4 --memory-limit 1/2", "memory_limit=0.5: a rank must hold at least 1 microbatch; "),
     ],
 )

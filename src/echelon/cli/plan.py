@@ -131,7 +131,7 @@ class PlanOptions:
             names = ", ".join(schedules.names())
             raise ScheduleError(f"no schedule was named: give one of {names}, a .csv file, --search or --compare")
         if self.is_file:
-            self._refuse(f"{self.schedule} itself says that; leave it out", "num_ranks", "chunks", "group_size")
+            self._refuse(f"{self.schedule} itself says that; leave it out", "chunks", "group_size")
         if self.compare:
             reason = "--compare takes all schedules, with one chunk and with two; leave it out"
             self._refuse(reason, "chunks", "group_size")
@@ -262,15 +262,22 @@ def _read(options: PlanOptions) -> Schedule:
     """Reads the schedule of a .csv file.
 
     Raises:
-        ScheduleError: the file holds no schedule.
+        ScheduleError: the file holds no schedule, or one of other numbers than were given.
         FileError: it cannot be read.
     """
     assert options.schedule is not None, "checked"
     # A binary file is a slip that Python reports by a UnicodeDecodeError of many lines.
     try:
-        return Schedule.from_csv(options.schedule, options.num_microbatches)
+        found = Schedule.from_csv(options.schedule)
     except UnicodeDecodeError:
         raise ScheduleError(f"cannot read {options.schedule}: it is not text; give what --csv writes") from None
+    for option, wanted, number, what in (
+        ("-r", options.num_ranks, found.num_ranks, "rank"),
+        ("-m", options.num_microbatches, found.num_microbatches, "microbatch"),
+    ):
+        if wanted not in (None, number):
+            raise ScheduleError(f"{option} {wanted}: {options.schedule} has {counted(number, what)}; leave it out")
+    return found
 
 
 def _check_limit(schedule: Schedule, held: Sequence[float], limit: Time | None) -> None:

@@ -185,7 +185,7 @@ class Schedule:
 
     @refuse_others(**_PATHS)
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes the orders as torch.distributed.pipelining reads them (its "compute_only" format).
+        """Writes the orders as torch.distributed.pipelining reads them (its "compute_only" format), without the name.
 
         Args:
             path: the file, which is replaced.
@@ -200,6 +200,8 @@ class Schedule:
     @refuse_others(**_PATHS)
     def from_csv(cls, path: str | os.PathLike[str], num_microbatches: int | None = None) -> Schedule:
         """Returns the schedule in a file of `to_csv` or torch.distributed.pipelining; see `from_text`.
+
+        It has the name of the file, since the format has no room for one of its own.
 
         Args:
             path: the file.
