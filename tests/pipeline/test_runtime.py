@@ -160,6 +160,20 @@ def test_memory_is_what_the_plan_says(name, recompute):
             assert max(level.amount for level in other.memory[rank]) == planned
 
 
+def measure_linear_stages(group):
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)])
+    pipe = Pipeline(model, group, "gpipe", 2, nn.functional.mse_loss)
+    step(pipe, make_batch(4, torch.float32))
+    return pipe.memory().measured
+
+
+def test_the_batch_is_not_counted():
+    """The inputs of stage 0 are views of it, those of stage 1 are received for one microbatch."""
+    first, last = simulate(measure_linear_stages, 2)
+    received = output = 4 * WIDTH * 4
+    assert (first, last) == (0, received + output)
+
+
 def test_more_microbatches_in_flight_hold_more():
     (gpipe, _), (one_f_one_b, _) = (simulate(measure, 2, name, False)[0] for name in ("gpipe", "1f1b"))
     assert gpipe.measured == 3 * one_f_one_b.measured, "all 6 of them, not 2"

@@ -227,7 +227,8 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """Timeline of the last `step` on all ranks, in seconds.
 
-        Its memory is that of activations in bytes, with their sizes from the first step.
+        Its memory is that of activations in bytes, with their sizes from the first step. As in `memory`, the batch
+        does not count.
 
         Raises:
             ScheduleError: no step has been run.
@@ -389,6 +390,8 @@ class Pipeline:
 
     def memory(self) -> Memory:
         """Returns the peak of this rank's activations in the first step, in bytes, beside the planned peak.
+
+        Parameters, buffers and the batch do not count: the first stage's inputs are views of the batch.
 
         Raises:
             ScheduleError: no step has been run.
