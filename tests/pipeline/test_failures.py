@@ -247,6 +247,7 @@ def test_an_exception_reaches_every_rank_with_the_line_it_comes_from(pool):
             assert "RuntimeError" in message
             assert "the fuse has blown" in message
             assert "test_failures.py" in message
+            assert re.search(r"waiting for the \w+ of microbatch \d for stage \d at \S+\.py:\d+\)$", message)
             assert 'in forward: raise RuntimeError("the fuse has blown")' in message
 
 

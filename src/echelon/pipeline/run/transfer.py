@@ -27,6 +27,7 @@ from echelon.backends.formats.wire import MAX_NOTE_BYTES, Tag
 from echelon.backends.memory import plain
 from echelon.backends.messages import PreparedReceive, PreparedSend
 from echelon.backends.work import Message, Work
+from echelon.call_site import calling_place, line_of
 from echelon.errors import PeerFailed, Timeout, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.group.message_wait import MessageLateness, wait_for
@@ -360,7 +361,8 @@ class Receiver:
 
     def _operation(self) -> str:
         """Returns this rank's operation in words, for errors."""
-        return f"rank {self._backend.rank}, waiting for {_in_words(self._handover)}"
+        line = line_of(calling_place())
+        return f"rank {self._backend.rank}, waiting for {_in_words(self._handover)}{line and f' at {line}'}"
 
     def _place(self, part: int) -> torch.Tensor | None:
         """Returns a buffer for a tensor like the last one. None if there was none, or if it needs no buffer."""
