@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -332,6 +333,26 @@ def test_the_status_is_that_of_the_first_rank_that_fails(simulate, write, leaves
     assert ended.status == status
     assert f"echelon: {told}" in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_an_error_of_ours_that_torch_wraps_is_told_as_it_is(simulate, write):
+    """torch's C++ waits for the future of a collective, and raises a RuntimeError that has the text of ours."""
+    script = write(
+        START
+        + """
+from echelon.errors import Timeout
+from echelon.interop.works import Outcome
+future = Outcome()
+def fail():
+    raise Timeout("late: call it sooner")
+future.settle(fail)
+torch._C._distributed_c10d._create_work_from_future(future).result()
+"""
+    )
+    ended = simulate("-n", 2, script)
+    assert ended.status == 1
+    assert re.search(r"echelon: rank \d raised Timeout: late: call it sooner", ended.err)
+    assert "At:" not in ended.err
 
 
 def test_an_exception_is_shown_with_the_traceback_of_the_script(simulate, write):

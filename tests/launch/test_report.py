@@ -7,6 +7,7 @@ import torch
 
 import echelon
 from echelon.errors import ConnectError, PeerFailed, ScheduleError, Timeout
+from echelon.interop.works import Outcome
 from echelon.launch import report
 
 
@@ -18,6 +19,10 @@ class Group:
 
     def abort(self, reason, origin=None):
         self.reasons.append(reason if origin is None else (reason, origin))
+
+
+def raised_by(error):
+    raise error
 
 
 def raised(error):
@@ -37,6 +42,20 @@ def test_a_report_comes_back_as_it_was_written(tmp_path):
     assert __file__ in failure.where
     assert "Traceback" in failure.traceback
     assert [each.name for each in tmp_path.iterdir()] == ["rank2.json"]
+
+
+def test_an_error_of_ours_that_torch_wraps_is_reported_as_it_is():
+    """torch's C++ waits for the future of a collective, whose error it has as text alone."""
+    future = Outcome()
+    future.settle(lambda: raised_by(PeerFailed(1, "gone\nfor good")))
+    with pytest.raises(RuntimeError, match="PeerFailed: rank 1 failed: gone") as caught:
+        torch._C._distributed_c10d._create_work_from_future(future).result()
+    assert "At:" in str(caught.value)
+    failure = report.describe(2, caught.value)
+    assert failure.summary == "raised PeerFailed: rank 1 failed: gone"
+    assert failure.blames == 1
+    assert __file__ in failure.where
+    assert "At:" not in failure.traceback
 
 
 def test_a_rank_that_wrote_nothing_has_no_report(tmp_path):

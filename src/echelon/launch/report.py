@@ -44,6 +44,7 @@ from echelon.errors import (
 )
 from echelon.launch import whereabouts
 from echelon.launch.advice import advise
+from echelon.launch.wrapped import unwrapped
 from echelon.wording import counted, listed
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ ERROR_FILE = "ECHELON_ERROR_FILE"
 
 def describe(rank: int, error: BaseException) -> RankFailure:
     """Returns the failure record of `error`, raised on this rank just now. A known error gets a note of advice."""
+    error = unwrapped(error)
     advise(error)
     frames = traceback.extract_tb(error.__traceback__)
     # The user's line, not the innermost one, which lies inside of Echelon or torch.
@@ -377,13 +379,14 @@ class _Hook:
         if os.getpid() == self.pid:  # not in a child that was forked later
             path = os.environ.get(ERROR_FILE)
             written = path is not None and write(path, describe(self.rank, error))
+            inner = unwrapped(error)
             for group in tuple(self.groups):  # a copy: aborting a group removes it from the list
                 # A Timeout is the fault of the rank that was waited for, not of this one.
-                cause = failure_of(error, group.rank) if isinstance(error, Timeout) else error
+                cause = failure_of(inner, group.rank) if isinstance(inner, Timeout) else inner
                 if isinstance(cause, PeerFailed):
                     group.abort(cause.reason, cause.rank)
                 else:
-                    group.abort(summarize(error))
+                    group.abort(summarize(inner))
         # The launcher prints the report. The default hook would print it a second time; a user's hook does more.
         if not written or self._previous is not sys.__excepthook__:
             self._previous(kind, error, trace)

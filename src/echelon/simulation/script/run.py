@@ -11,6 +11,7 @@ from echelon.call_site import is_own
 from echelon.errors import EchelonError, status_of
 from echelon.launch.report import describe, folded
 from echelon.launch.run import Console, Program
+from echelon.launch.wrapped import unwrapped
 from echelon.simulation.run import Simulation, simulate
 from echelon.simulation.script.script import Script
 
@@ -72,6 +73,7 @@ def failure_of(error: BaseException, script: Script) -> Failure:
     rank = next((rank for rank, own in script.errors.items() if any(own is each for each in raised)), None)
     if rank is None:  # the world's, such as a deadlock
         return Failure(1, None, shortened(f"{type(error).__name__}: {error}"))
+    cause = unwrapped(cause)
     cause.__traceback__ = _of_user(cause)
     described = describe(rank, cause)
     where = f" ({shortened(described.where)})" if described.where else ""
