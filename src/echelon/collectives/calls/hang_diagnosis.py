@@ -19,6 +19,7 @@ from echelon.backends.message_cycle import chain, described
 from echelon.backends.status import ANSWER_SECONDS, Question, Standing, Status, wait_behind
 from echelon.backends.work import is_waited_for
 from echelon.call_site import may_run_in_other_threads
+from echelon.collectives.calls.difference import SAME_CALLS, advice_on, lone
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
 from echelon.operation_records import CALLED_FROM, FlightRecorder, OperationRecord
 from echelon.wording import listed
@@ -35,7 +36,7 @@ _COMPARED = 200
 """Number of earlier calls whose lines are compared."""
 _NOT_CALLED = (Standing.BEFORE, Standing.ELSEWHERE)
 _BEHIND = (*_NOT_CALLED, Standing.BLOCKED)
-_ADVICE = "every rank must call the same operations in the same order with the same arguments"
+_ADVICE = f"{SAME_CALLS} with the same arguments"
 
 
 class HangDiagnosis:
@@ -207,15 +208,15 @@ class HangDiagnosis:
             detail: Reason for which its message was refused.
         """
         flight: OperationRecord | None = self._flight
-        mine, differs = self._mine(), False
+        mine, first = self._mine(), None
         # A status compares a checksum of all calls so far. Walking back while it differs finds the first difference.
         while flight is not None:
             status = self._ask([peer], flight).get(peer)
             if status is None or status.standing != Standing.DIVERGED:
                 break
-            mine, theirs, differs = f"{flight.with_marks()} on rank {self._backend.rank}", status.text, True
+            mine, theirs, first = f"{flight.with_marks()} on rank {self._backend.rank}", status.text, flight
             flight = self._backend.flight_recorder.find(flight.context, flight.sequence - 1)
-        if detail and not differs:
+        if detail and first is None:
             return CollectiveMismatch(f"{mine}: {detail}", peer, theirs)
         parted = first_at_other_lines(
             self._backend.flight_recorder,
@@ -223,7 +224,19 @@ class HangDiagnosis:
             lambda each: self._text_of(peer, each),
             (self._backend.rank, peer),
         )
-        return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}{parted}: {_ADVICE}", peer, theirs)
+        advice = "" if first is None or parted else advice_on(first.with_marks(), theirs) or self._lone(first)
+        return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}{parted}: {advice or _ADVICE}", peer, theirs)
+
+    def _lone(self, flight: OperationRecord) -> str:
+        """Returns advice that names the only rank which differs from all others. Empty if there is none."""
+        if len(self._ranks) < 3:
+            return ""
+        question = Question(flight.context, flight.sequence, 0)  # answered as by `_text_of`
+        others = [rank for rank in self._ranks if rank != self._backend.rank]
+        statuses = self._backend.control.ask(others, question, ANSWER_SECONDS)
+        texts = {rank: each.text for rank, each in statuses.items() if each.standing == Standing.DIVERGED}
+        found = lone({**texts, self._backend.rank: flight.with_marks()}) if len(texts) == len(others) else ""
+        return found and f"{found}: {SAME_CALLS}"
 
     def mismatch(self) -> CollectiveMismatch | None:
         """Queries all ranks. Returns the error if one has called another operation in place of this one, else None."""
