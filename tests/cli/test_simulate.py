@@ -335,6 +335,28 @@ def test_the_status_is_that_of_the_first_rank_that_fails(simulate, write, leaves
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize(
+    ("width", "rest", "hint"),
+    [
+        (9, "", "stage 0 was given (float32[2, 9],)"),
+        (2, ".loss.backward()", "if this is the loss of a Pipeline's step(), step() has run the backward already: "),
+    ],
+)
+def test_the_line_of_an_error_has_advice_and_shapes(simulate, write, width, rest, hint):
+    script = write(
+        START
+        + f"""
+import echelon
+from echelon.pipeline import Pipeline
+layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+pipe = Pipeline(layers, echelon.init(), "1f1b", 2, torch.nn.functional.mse_loss)
+pipe.step(torch.ones(4, {width}), target=torch.ones(4, 2)){rest}
+"""
+    )
+    line = next(line for line in simulate("-n", 2, script).err.splitlines() if line.startswith("echelon: rank "))
+    assert f" (script.py:11): {hint}" in line
+
+
 def test_an_error_of_ours_that_torch_wraps_is_told_as_it_is(simulate, write):
     """torch's C++ waits for the future of a collective, and raises a RuntimeError that has the text of ours."""
     script = write(

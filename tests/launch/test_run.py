@@ -252,6 +252,28 @@ def test_the_traceback_of_the_cause_comes_first_and_only_once(script, tmp_path):
     assert lines[-1] == lines[0].replace("rank 2", "root cause: rank 2"), "with one place"
 
 
+@pytest.mark.parametrize("text", ["short", "long " * 40 + "text"])
+def test_the_first_and_the_last_line_have_the_hint(script, tmp_path, text):
+    path = script(
+        textwrap.dedent(REPORTING)
+        + textwrap.dedent(f"""
+        from echelon.hint import Hint
+        if rank == 1:
+            error = ValueError({text!r})
+            error.add_note(Hint("do that"))
+            error.add_note("in stage 1")
+            raise error
+        wait_for("aborted1")
+        raise PeerFailed(1, "ValueError: {text}")
+    """)
+    )
+    lines = run(2, path, str(tmp_path)).err.splitlines()
+    assert lines[0].startswith(f"echelon: rank 1 raised ValueError: {text} ({path}:")
+    assert lines[0].endswith("): do that")
+    assert lines[-1].startswith("echelon: root cause: rank 1 raised ValueError")
+    assert lines[-1].endswith(": do that")
+
+
 def test_a_long_error_is_told_once(script, tmp_path):
     path = script(
         textwrap.dedent(REPORTING)

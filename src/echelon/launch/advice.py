@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from echelon.arguments import missing_arguments, no_argument
 from echelon.errors import message_of
+from echelon.hint import Hint
 
 _NO_GPU = (
     "torch finds no GPU here: use x.to(group.device) in place of x.cuda(), or run the script for GPUs that are not "
@@ -109,7 +110,7 @@ def advise(error: BaseException) -> None:
     # A class of the program may refuse notes, and its error must still be reported.
     with suppress(Exception):
         if advice and advice not in getattr(error, "__notes__", ()):
-            error.add_note(advice)
+            error.add_note(Hint(advice))
 
 
 def _on_called(error: TypeError) -> str:

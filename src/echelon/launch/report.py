@@ -42,6 +42,7 @@ from echelon.errors import (
     status_of,
     summarize,
 )
+from echelon.hint import hint_of
 from echelon.launch import whereabouts
 from echelon.launch.advice import advise
 from echelon.launch.wrapped import unwrapped
@@ -58,7 +59,8 @@ class RankFailure:
     at: seconds on the clock of `time.monotonic`, which all processes of one host share. summary: one line. traceback:
     text, empty if the rank left none. where: the innermost line of the user's own code, as "file:line", or empty.
     blames: the rank whose failure caused this one, None if the failure is the rank's own. status: the exit status to
-    pass on. consequence: a shorter summary, for a reader who has seen the failure of a rank of consequence_of.
+    pass on. consequence: a shorter summary, for a reader who has seen the failure of a rank of consequence_of. hint:
+    advice and shapes that follow the summary.
     """
 
     rank: int
@@ -70,6 +72,7 @@ class RankFailure:
     status: int = 1
     consequence: str = ""
     consequence_of: Sequence[int] = ()
+    hint: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.summary}"
@@ -81,11 +84,17 @@ class RankFailure:
         return f"{self.summary} ({self.where})" if self.where and not named else self.summary
 
     @property
+    def hinted(self) -> str:
+        """The summary with its line and the hint."""
+        return f"{self.placed}{self.hint and f': {self.hint}'}"
+
+    @property
     def brief(self) -> str:
-        """The summary for a reader who has seen it: a long text is left out."""
+        """The summary for a reader who has seen it: a long text is left out, and its hint is not."""
         if not self.long_text:
-            return self.placed
-        return f"{self.summary.partition(': ')[0]}{f' ({self.where})' if self.where else ''}, as told above"
+            return self.hinted
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.summary.partition(': ')[0]}{where}, as told above{self.hint and f': {self.hint}'}"
 
     @property
     def long_text(self) -> str:
@@ -214,6 +223,7 @@ def describe(rank: int, error: BaseException) -> RankFailure:
         status=status_of(error.code) if isinstance(error, SystemExit) else 1,
         consequence=consequence,
         consequence_of=consequence_of,
+        hint=hint_of(error),
     )
 
 

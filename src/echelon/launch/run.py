@@ -434,7 +434,7 @@ class FailureLog:
 
     def _explain(self, failure: RankFailure) -> None:
         self._explained = failure
-        self._console.say(f"rank {failure.rank} {failure.placed}")
+        self._console.say(f"rank {failure.rank} {failure.hinted}")
         trace = MarkedStream(failure.rank, self._console.stderr, color=self._console.color_stderr)
         trace.feed(failure.told_once(failure.traceback).encode(errors="backslashreplace"))
         trace.finish()

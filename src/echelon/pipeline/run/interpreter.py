@@ -18,6 +18,7 @@ import torch
 from echelon.backends.memory import describe
 from echelon.errors import EchelonError, UnsupportedOp
 from echelon.group.group import ProcessGroup
+from echelon.hint import Hint
 from echelon.pipeline.plan.action import Action, Handover, Step, actions_of
 from echelon.pipeline.plan.fuse import split_stages
 from echelon.pipeline.plan.program import (
@@ -345,9 +346,8 @@ def _called(name: str, function: Callable[..., Any], *values: Any) -> Any:
         return function(*values)
     except Exception as error:
         if not isinstance(error, EchelonError):
-            error.add_note(
-                f"{name} was given {' and '.join(_shown(value) for value in values if not _is_empty(value))}"
-            )
+            given = " and ".join(_shown(value) for value in values if not _is_empty(value))
+            error.add_note(Hint(f"{name} was given {given}"))
         raise
 
 

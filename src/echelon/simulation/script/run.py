@@ -87,7 +87,8 @@ def failure_of(error: BaseException, script: Script) -> Failure:
         place = f"{cause.filename}:{cause.lineno}: " if cause.filename else ""
         line = f": {cause.text.strip()}" if cause.text else ""
         return Failure(1, None, shortened(f"{place}{type(cause).__name__}: {cause.msg}{line}"))
-    return Failure(1, rank, f"{described}{where}", folded(_without_notes(cause)))
+    hint = described.hint and f": {described.hint}"
+    return Failure(1, rank, f"{described}{where}{hint}", folded(_without_notes(cause)))
 
 
 def _of_user(error: BaseException) -> TracebackType | None:
