@@ -151,9 +151,13 @@ def hosts_of(world_size: int, hosts: int | Sequence[int] | None, per_host: int) 
         if world_size % hosts:
             divisors = [count for count in range(1, world_size + 1) if world_size % count == 0]
             near = sorted(sorted(divisors, key=lambda count: abs(count - hosts))[:2])
+            few, more = divmod(world_size, hosts)
+            each = [few + 1] * more + [few] * (hosts - more)
+            # One that fits a line: with fewer ranks than hosts, or many hosts, there is none.
+            form = f", as hosts={each} (--hosts {','.join(map(str, each))})" if few and hosts <= 8 else ""
             raise LaunchError(
                 f"hosts={hosts}: {world_size} ranks do not divide evenly: give a divisor, such as "
-                f"{' or '.join(map(str, near))}, or the ranks of each host"
+                f"{' or '.join(map(str, near))}, or the ranks of each host{form}"
             )
         return (world_size // hosts,) * hosts
     if not isinstance(hosts, Sequence) or not all(is_count(count, 1) for count in hosts) or not hosts:
