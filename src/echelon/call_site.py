@@ -32,6 +32,8 @@ _IDLE = {
 """Functions of the standard library, with their files, in which a thread waits for work of other threads."""
 _FSDP2 = os.path.join("torch", "distributed", "fsdp", "_fully_shard", "_fsdp_param_group.py")
 """File of torch whose methods communicate for the parameters of one module."""
+IMPORT = "<frozen importlib._bootstrap>"
+"""File of the frames in which a module is imported."""
 OF_FSDP2 = 2
 """Kind of that file, see `kind_of`."""
 
@@ -63,6 +65,17 @@ def calling_place(depth: int = 1) -> Place | None:
     """
     # Not `inspect.stack`, which reads source files.
     return _place_in(sys._getframe(depth))
+
+
+def is_in_import_of_library() -> bool:
+    """Whether this call comes from the import of a library's module, which a line of the user's code has begun."""
+    frame: FrameType | None = sys._getframe(1)
+    has_import = False
+    # An import of a module of the user ends at the lines of that module.
+    while frame is not None and kind_of(path := frame.f_code.co_filename):
+        has_import = has_import or path == IMPORT
+        frame = frame.f_back
+    return has_import and frame is not None
 
 
 def place_of_thread(ident: int | None) -> Place | None:

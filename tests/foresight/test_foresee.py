@@ -261,7 +261,7 @@ def test_command(script, capfd):
     assert not (script.parent / "model.pt").exists()
     page = (script.parent / "report.html").read_text()
     assert "<h1>train.py</h1>" in page
-    assert "torch.save at train.py:19" in page
+    assert "<h2>Skipped</h2><ul><li>torch.save at train.py:19</li></ul>" in page
 
 
 def test_command_fails_for_a_mistake(script, capfd):

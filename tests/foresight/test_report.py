@@ -47,6 +47,13 @@ def test_the_text_has_time_rates_exposed_lines_and_memory(step):
         assert line in text, text
 
 
+def test_skipped_writes_are_no_assumptions(step):
+    known = report(step, assumptions=["loss 1.0"], skipped=["os.link at train.py:5"])
+    assert "assumed:\n- loss 1.0\nskipped:\n- os.link at train.py:5\naccuracy: " in str(known)
+    assert known.to_json()["skipped"] == ["os.link at train.py:5"]
+    assert "skipped" not in str(report(step))
+
+
 def test_the_text_fits_80_columns(step):
     step.places = [f"/home/somebody/projects/{'long' * 20}/train.py:{index}" for index in range(9)]
     assert max(map(len, str(report(step, problems=["word " * 60])).splitlines())) <= WIDTH

@@ -488,3 +488,29 @@ def test_a_checkpoint_that_cannot_be_given_back_is_named(save, load, message, tm
 
     with pytest.raises(UnsupportedOp, match=message):
         record(program, 1)
+
+
+def importing(folder):
+    programs.begin()
+    import a_prober  # type: ignore[import-not-found]
+    import a_writer  # type: ignore[import-not-found]
+
+    a_prober.save(folder)
+    assert a_writer.IS_WRITTEN
+
+
+def test_probes_of_a_library_while_it_is_imported_are_not_listed(tmp_path, monkeypatch):
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    probe = f"os.link({str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r})\n"
+    (packages / "a_prober.py").write_text(
+        f"import os\n{probe}\ndef save(folder):\n    os.symlink(folder, folder / 'c')\n"
+    )
+    (tmp_path / "a_writer.py").write_text(f"import os\nimport a_prober\n{probe}IS_WRITTEN = True\n")
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("a_prober", "a_writer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    skipped = record(importing, 2, args=(tmp_path,))[0].skipped
+    assert [text.partition(" at ")[0] for text in skipped] == ["os.link", "os.symlink"]
+    assert skipped[0].endswith("a_writer.py:3")

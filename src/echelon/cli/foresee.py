@@ -244,7 +244,6 @@ def _by_rank(seen: Foreseen) -> dict[str, Any]:
         "classes": list(seen.classes),
         "peak_memory": list(seen.peak_memory),
         "live_memory": list(seen.live_memory),
-        "skipped": list(seen.skipped),
     }
 
 

@@ -87,6 +87,7 @@ class Report:
         title: Name of the program.
         what_ifs: Forecasts of the step with a change, as text after "what if".
         network: Name of the network between the hosts.
+        skipped: Writes to files and processes that were skipped, each with its line.
     """
 
     played: Played
@@ -96,6 +97,7 @@ class Report:
     title: str = ""
     what_ifs: Sequence[str] = ()
     network: str = ""
+    skipped: Sequence[str] = ()
     _memory: MemoryCurves | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -152,6 +154,7 @@ class Report:
             },
             "problems": list(self.problems),
             "assumptions": list(self.assumptions),
+            "skipped": list(self.skipped),
             "what_if": list(self.what_ifs),
             "not_modelled": list(NOT_MODELLED),
             "accuracy": None if accuracy is None else accuracy._asdict() | {"unlike": unlike(played, accuracy)},
@@ -254,6 +257,8 @@ class Report:
             lines += ["problems:", *(f"- {problem}" for problem in self.problems)]
         if self.assumptions:
             lines += ["assumed:", *(f"- {assumption}" for assumption in self.assumptions)]
+        if self.skipped:
+            lines += ["skipped:", *(f"- {each}" for each in self.skipped)]
         if self.what_ifs:
             lines += ["what if", *(f"- {what_if}" for what_if in self.what_ifs)]
         lines.append(f"accuracy: {accuracy_text(self.played)}")

@@ -278,16 +278,16 @@ class Foreseen:
             tokens: tokens of all ranks in a step. None: not known.
             title: name of the program.
         """
-        notes = [*self.assumptions, *(f"{text} was skipped" for text in self.skipped)]
         problems = [str(problem) for problem in self.problems]
         return Report(
             self.played,
             tokens,
             problems,
-            notes,
+            self.assumptions,
             title=title,
             what_ifs=self.what_ifs,
             network=self.network if isinstance(self.network, str) else "a network of its own",
+            skipped=self.skipped,
             _memory=self.memory,
         )
 

@@ -71,7 +71,7 @@ def page(seen: Foreseen, report: Report) -> str:
         "largest": _largest(seen),
         "notes": _list("What if", report.what_ifs)
         + _list("Assumed", seen.assumptions)
-        + _list("Not written", seen.skipped),
+        + _list("Skipped", seen.skipped),
         "accuracy": escape(_sentence_of(accuracy_text(played))),
         "unmodelled": escape(f"Not modelled: {', '.join(NOT_MODELLED)}."),
     }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from echelon._torch_private.autograd import is_in_backward, next_node_number, node_number
-from echelon.call_site import calling_place, line_of
+from echelon.call_site import calling_place, is_in_import_of_library, line_of
 from echelon.foresight.record.calls import Call, Calls
 from echelon.foresight.record.overlay import Overlay
 from echelon.foresight.record.segments import Counters
@@ -269,7 +269,12 @@ class Log:
         self.assumptions.of(f"{what} at {self.line()}")
 
     def skip(self, what: str) -> None:
-        """Notes a write that was skipped, at the line of the program that is running."""
+        """Notes a write that was skipped, at the line of the program that is running.
+
+        Probes of libraries while the program imports them are not noted.
+        """
+        if is_in_import_of_library():
+            return
         self.skipped.of(f"{what} at {self.line()}")
 
     def with_kinds(self, entries: Iterable[Entry]) -> list[Entry]:

@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from echelon.call_site import is_foreign
+from echelon.call_site import IMPORT, is_foreign
 from echelon.simulation.process.state import State
 
 _MOCK = os.path.join("unittest", "mock.py")
 """File of the standard library that assigns for the code that calls it."""
-_IMPORT = "<frozen importlib._bootstrap>"
-"""File of the frames in which a module is imported."""
 _ROOTS = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset, torch.utils.data.DataLoader)
 """Classes that are compared, with their subclasses."""
 _MISSING: Any = object()
@@ -153,7 +151,7 @@ def _is_installed(module: ModuleType) -> bool:
 
 def _is_in_import(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename == _IMPORT:
+        if frame.f_code.co_filename == IMPORT:
             return True
         frame = frame.f_back
     return False
