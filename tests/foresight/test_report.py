@@ -99,6 +99,18 @@ def test_a_step_unlike_the_published_ones_has_no_error_beside_it(options, reason
     assert other.to_json()["accuracy"]["unlike"] == reason
 
 
+@pytest.mark.parametrize("add", [lambda step: step.copy(2 * GIB), lambda step: step.on_host(2 * GIB)])
+def test_a_step_that_offloads_to_the_cpu_has_no_error_beside_it(add):
+    step = Step().kernel(1, flops=10**15, dtype="bfloat16", kind="matmul", shape=(1, 10**15 // 2**27, 2**13, 2**13))
+    few = report(step.copy(1 << 20).on_host(1 << 20), DEVICES["h100"])
+    assert few.band == "+- 5%"
+    known = report(add(step), DEVICES["h100"])
+    assert known.band == ""
+    reason = "they neither copy from and to the CPU nor compute there"
+    assert f"like none of them ({reason}): expect a larger error" in " ".join(str(known).split())
+    assert known.to_json()["accuracy"]["unlike"] == reason
+
+
 def test_the_shares_of_a_step_add_up(step):
     shares = report(step).to_json()["shares"]
     assert sum(shares.pop("kernels").values()) + sum(shares.values()) == pytest.approx(1)

@@ -51,6 +51,12 @@ ACCURACY: Mapping[str, Accuracy] = {
 LAYOUTS = Accuracy(24, 0.044, 0.123, "rows with FSDP", 1.42, "of A100 in float16 with tensor parallelism and pipelines")
 """From benchmarks/foresee/layouts.md, for steps with more communication or waiting than those with FSDP have."""
 
+_LEAST_OFFLOADED = 0.01
+"""Share of the step from which on copies or work of the CPU make it unlike the published ones.
+
+Copies of a batch take less. A CPU that is slower by several times then adds less than the published errors.
+"""
+
 _MOST_EXPOSED = 0.07
 """Largest share of exposed communication in the published steps with FSDP."""
 
@@ -285,7 +291,15 @@ def unlike(played: Played, accuracy: Accuracy) -> str:
     # Most of the work, because programs in 16 bits have operators in float32, such as the loss.
     if 2 * narrow < sum(each.flops for each in kernels):
         reasons.append("they compute in 16 bits")
+    if any(_offloaded(role) >= _LEAST_OFFLOADED * played.seconds for role in played.roles.values()):
+        reasons.append("they neither copy from and to the CPU nor compute there")
     return ", and ".join(reasons)
+
+
+def _offloaded(role: PlayedRole) -> float:
+    """Returns the seconds of copies, also of hidden ones, or of operators of the CPU if these take longer."""
+    copies = sum(span.end - span.start for span in role.copies)
+    return max(copies, sum(end - start for start, end in role.computed))
 
 
 def accuracy_text(played: Played) -> str:
