@@ -42,7 +42,7 @@ def test_figures_of_a_step():
     assert other.cluster.hosts == (4, 4, 4, 4)
     assert other.live_memory == seen.live_memory
     assert "16 x a100 on 2 hosts, 1 role" in str(seen)
-    assert "network                infiniband-200g" in str(seen)
+    assert "network                infiniband-200g, a NIC for each GPU" in str(seen)
     assert seen.timeline.starts
 
 
@@ -62,6 +62,10 @@ def test_narrow_uplinks_lengthen_a_step_between_hosts():
     narrow = echelon.foresee(gathered, 16, hosts=2, oversubscription=4.0, rails=8)
     assert narrow.step_seconds > 1.5 * wide.step_seconds
     assert wide.on(oversubscription=4.0, rails=8).step_seconds == narrow.step_seconds
+    plain = wide.on(network="100GbE")
+    # One NIC for each host of eight ranks, as the report and docs/foresee.md say.
+    ((_, own),), ((_, shared),) = (each.exposed.items() for each in (plain, plain.on(oversubscription=8)))
+    assert shared == pytest.approx(8 * own, rel=0.05)
     assert narrow.on(network="infiniband-800g").cluster.oversubscription == 4.0
     with pytest.raises(LaunchError, match=r"oversubscription=0\.5"):
         wide.on(oversubscription=0.5)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.play.player import play
 from echelon.foresight.report import _MOST_EXPOSED, ACCURACY, LAYOUTS, WIDTH, Report
@@ -45,6 +46,30 @@ def test_the_text_has_time_rates_exposed_lines_and_memory(step):
         "not compared with published runs",
     ):
         assert line in text, text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "100GbE, a NIC for each GPU"),
+        ({"oversubscription": 8}, "100GbE, a NIC for each host"),
+        ({"oversubscription": 2.5}, "100GbE, a NIC for each GPU, oversubscription 2.5"),
+        ({"rails": 8}, "100GbE, a NIC for each GPU, 8 rails"),
+        ({"rails": 8, "oversubscription": 8}, "100GbE, a NIC for each GPU, 8 rails, oversubscription 8"),
+        ({"hosts": [8, 8, 4], "oversubscription": 4}, "100GbE, a NIC for each GPU, oversubscription 4"),
+        ({"hosts": [16]}, "100GbE"),
+    ],
+)
+def test_the_network_says_how_many_nics_there_are(options, text, step):
+    cluster = cluster_of("100GbE", DEVICES["h100"], world_size := sum(options.get("hosts", [16])), **options)
+    known = Report(play({0: step.trace()}, [0] * world_size, DEVICES["h100"], cluster), network="100GbE")
+    assert f"\nnetwork                {text}\n" in str(known)
+    assert known.to_json()["network"] == "100GbE"
+
+
+def test_processors_have_no_nics(step):
+    plain = replace(PLAIN, is_synchronous=True)
+    assert "\nnetwork                loopback\n" in str(report(step, plain, network="loopback"))
 
 
 def test_skipped_writes_are_no_assumptions(step):

@@ -203,7 +203,7 @@ class Report:
         played = self.played
         table = _table("", "")
         if self.network:
-            table.add_row("network", self.network)
+            table.add_row("network", f"{self.network}{_nics(played)}")
         table.add_row("step", f"{seconds_text(played.seconds)} {self.band}".rstrip())
         if self.tokens and played.seconds:
             table.add_row("tokens per second", f"{self.tokens / played.seconds:,.0f}")
@@ -320,6 +320,18 @@ def accuracy_text(played: Played) -> str:
         f"not fitted, 9 of 10 within {accuracy.largest_of_nine_in_ten:.0%}. Constants fitted on {accuracy.fitted}. See "
         f"benchmarks/foresee.{f' This step is like none of them ({reason}): expect a larger error.' if reason else ''}"
     )
+
+
+def _nics(played: Played) -> str:
+    """Returns the NICs that a network between hosts has, as ", a NIC for each GPU". Empty if there are none."""
+    cluster = played.cluster
+    if played.device.is_synchronous or len(cluster.hosts) == 1:
+        return ""
+    ratio = cluster.oversubscription
+    rails = f", {cluster.rails} rails" if cluster.rails else ""
+    if ratio > 1 and set(cluster.hosts) == {ratio} and not cluster.rails:
+        return ", a NIC for each host"
+    return f", a NIC for each GPU{rails}{f', oversubscription {ratio:g}' if ratio > 1 else ''}"
 
 
 def seconds_text(seconds: float) -> str:
