@@ -84,6 +84,17 @@ def test_the_text_fits_80_columns(step):
     assert max(map(len, str(report(step, problems=["word " * 60])).splitlines())) <= WIDTH
 
 
+def test_other_kernels_are_named():
+    step = Step()
+    for name, seconds in (("mul", 3), ("add", 10), ("mul", 4), ("copy_", 2), ("fill_", 1)):
+        step.kernel(seconds, name=name)
+    known = report(step.kernel(80, kind="attention", name="attention"))
+    assert "\nother, by operator     add 10%, mul 7%, copy_ 2%, ...\n" in str(known)
+    assert known.to_json()["other_kernel_seconds"] == {"add": 10, "mul": 7, "copy_": 2, "fill_": 1}
+    assert "other, by operator     add 50%, mul 50%\n" in str(report(Step().kernel(1).kernel(1, name="mul")))
+    assert "by operator" not in str(report(Step().kernel(1, kind="matmul")))
+
+
 def test_a_step_that_does_not_fit_says_so(step):
     small = report(step, replace(PLAIN, memory_bytes=GIB // 2))
     assert not small.fits

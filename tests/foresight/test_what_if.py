@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from echelon.foresight.play.player import play
 from echelon.foresight.report import Report
 from echelon.foresight.run import what_ifs
@@ -9,8 +11,12 @@ from tests.helpers.traces import LINKS, PLAIN, Step
 
 
 def found(step, cluster=LINKS):
+    return what_ifs_on(PLAIN, step, cluster)
+
+
+def what_ifs_on(device, step, cluster):
     traces = {0: step.trace()}
-    return what_ifs(play(traces, [0] * 4, PLAIN, cluster), traces)
+    return what_ifs(play(traces, [0] * 4, device, cluster), traces)
 
 
 def test_the_longest_line_and_a_faster_network_are_tried():
@@ -29,12 +35,44 @@ def test_the_longest_line_and_a_faster_network_are_tried():
     )
 
 
-def test_one_host_has_no_network_and_a_hidden_line_no_hint():
+def test_one_host_has_no_network():
     step = Step(groups=((0, 1),)).kernel(1).collective(1, 40, blocking=True)
     assert len(found(step, replace(LINKS, hosts=(4,)))) == 1
     assert found(step)[1] == "the network between hosts were twice as fast: no change"  # both ranks are on one
-    hidden = Step(groups=((0, 1),)).collective(1, 4).kernel(100)
-    assert found(hidden) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        # It reaches half of the peak.
+        (
+            {"kind": "attention", "dtype": "bfloat16", "flops": 45_000, "shape": (1, 1, 10**9, 10**9, 128)},
+            "attention ran at the peak of the GPU: 55.00 s instead of 100.00 s (-45.0%)",
+        ),
+        (
+            {"kind": "matmul", "dtype": "bfloat16", "flops": 60_000},
+            "matrix products ran at the peak of the GPU: 70.00 s instead of 100.00 s (-30.0%)",
+        ),
+        ({}, "kernels but matmul and attention took no time: at best 10.00 s instead of 100.00 s (-90.0%)"),
+    ],
+)
+def test_with_hidden_communication_the_longest_kernels_are_tried(kernel, text):
+    ten = {"kind": "matmul", "dtype": "bfloat16", "flops": 10_000} if not kernel else {}
+    hidden = Step(groups=((0, 2),)).collective(1, 4).kernel(90, **kernel).kernel(10, **ten)
+    faster = "the network between hosts were twice as fast: no change"
+    assert found(hidden) == [text, faster]
+    assert found(hidden, replace(LINKS, hosts=(4,))) == [text]
+
+
+def test_kernels_that_are_not_the_longest_part_or_were_measured_are_not_tried():
+    step = Step().kernel(2).on_host(20).host_wait()
+    assert len(found(step, replace(LINKS, hosts=(4,)))) == 0
+    curves = {"add": ((1.0, 1.0), (2.0, 2.0))}
+    assert what_ifs_on(replace(PLAIN, curves=curves), Step().kernel(2), replace(LINKS, hosts=(4,))) == []
+
+
+def test_a_step_without_time_has_no_forecasts():
+    assert found(Step()) == []
 
 
 def test_the_report_shows_them():

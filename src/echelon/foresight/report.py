@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -22,6 +23,10 @@ WIDTH = 80
 """Columns of the report."""
 _LEAST_SHARE = 5e-4
 """Share of the step from which on copies and work of the CPU have a line of their own: less reads 0.0 %."""
+_MOST_OPERATORS = 3
+"""Operators among the other kernels that are named."""
+_LEAST_OPERATOR = 5e-3
+"""Least share of the step of such an operator: less reads 0 %."""
 _MOST_LINES = 6
 """Lines of communication that the table shows. The rest is one line."""
 
@@ -137,6 +142,7 @@ class Report:
             "mfu": played.mfu,
             "bubble": played.bubble if played.bubbles else None,
             "kernel_seconds": dict(self._slowest.kernel_seconds),
+            "other_kernel_seconds": dict(self._slowest.other_seconds),
             "shares": self._slowest.shares._asdict(),
             "exposed": [
                 {
@@ -212,6 +218,8 @@ class Report:
             table.add_row("bubble", f"{played.bubble:.1%}")
         shares = self._slowest.shares
         table.add_row("kernels", ", ".join(f"{kind} {share:.0%}" for kind, share in shares.kernels.items()))
+        if others := self._longest_others():
+            table.add_row("other, by operator", others)
         table.add_row("contention", f"{shares.contention:.1%}")
         table.add_row("exposed communication", f"{shares.exposed:.1%}")
         table.add_row("waiting for ranks", f"{shares.waiting:.1%}")
@@ -221,6 +229,13 @@ class Report:
             table.add_row("computing on the CPU", f"{shares.host:.1%}")
         table.add_row("idle otherwise", f"{shares.idle:.1%}")
         return table
+
+    def _longest_others(self) -> str:
+        """Returns the longest operators of kind "other" with their shares of the step. Empty if all are short."""
+        whole, others = self._slowest.seconds or 1.0, self._slowest.other_seconds
+        longest = {name: seconds / whole for name, seconds in islice(others.items(), _MOST_OPERATORS)}
+        shown = [f"{_short(name, 48)} {share:.0%}" for name, share in longest.items() if share >= _LEAST_OPERATOR]
+        return ", ".join([*shown, *["..."] * (0 < len(shown) < len(others))])
 
     def _communication(self) -> Table:
         table = _table("exposed communication", "modules", "group", "time", "share")

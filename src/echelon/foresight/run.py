@@ -49,7 +49,13 @@ _MOST_AT_ONCE = 8
 _LISTED = 8
 """Storages that a report of too little memory lists."""
 _LEAST_EXPOSED = 0.02
-"""Least exposed share of a step with forecasts. Below it a change would be smaller than the error of the forecast."""
+"""Least exposed share of a step whose communication is worth hiding. Below it the kernels are tried instead."""
+_IDEALS = {
+    "matmul": "matrix products ran at the peak of the GPU: ",
+    "attention": "attention ran at the peak of the GPU: ",
+    "other": "kernels but matmul and attention took no time: at best ",
+}
+"""Forecasts for the longest kind of kernels."""
 _LARGE = 1 << 20
 """Bytes in a step from which on copies, or operators of the host, are worth an assumption: they take 20 us."""
 _NO_CHANGE = 5e-4
@@ -203,7 +209,7 @@ class Foreseen:
 
     @cached_property
     def what_ifs(self) -> tuple[str, ...]:
-        """Forecasts with cheaper communication, as sentences. Empty if little is exposed."""
+        """Forecasts with cheaper communication, or with ideal kernels if little of it is exposed, as sentences."""
         return tuple(what_ifs(self.played, self.traces))
 
     @cached_property
@@ -499,25 +505,40 @@ def _facts_of(device: Device) -> Gpu | None:
 
 
 def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
-    """Returns forecasts with less exposed communication, as sentences. Empty if little is exposed.
+    """Returns forecasts with cheaper communication, as sentences. With ideal kernels, if little of it is exposed.
 
     Args:
         played: the step as it is.
         traces: recorded step of each role.
     """
     step = played.seconds
-    if sum(played.exposed.values()) <= _LEAST_EXPOSED * step:
+    if not step:
         return []
-    name, seconds = next(iter(played.exposed.items()))
-    found = [
-        f"communication of {name.group} at {name.place or 'an unknown line'} were hidden by kernels: at best "
-        f"{_compared(step - seconds, step)}"
-    ]
+    if sum(played.exposed.values()) > _LEAST_EXPOSED * step:
+        name, seconds = next(iter(played.exposed.items()))
+        found = [
+            f"communication of {name.group} at {name.place or 'an unknown line'} were hidden by kernels: at best "
+            f"{_compared(step - seconds, step)}"
+        ]
+    else:
+        found = _with_ideal_kernels(played, traces)
     if len(played.cluster.hosts) > 1:
         faster = replace(played.cluster, bandwidth=2 * played.cluster.bandwidth)
         again = play(traces, played.classes, played.device, faster)
         found.append(f"the network between hosts were twice as fast: {_compared(again.seconds, step)}")
     return found
+
+
+def _with_ideal_kernels(played: Played, traces: Mapping[int, Trace]) -> list[str]:
+    """Returns the forecast with the longest kind of kernels at its limit. Empty if another part is longer."""
+    shares = max(played.roles.values(), key=lambda role: role.seconds).shares
+    kind = max(shares.kernels, key=shares.kernels.__getitem__)
+    others = shares.contention, shares.exposed, shares.waiting, shares.idle, shares.copies, shares.host
+    # Measured times hold launches as well, which have no peak.
+    if shares.kernels[kind] <= max(others) or played.device.curves:
+        return []
+    ideal = play(traces, played.classes, replace(played.device, ideal=kind), played.cluster)
+    return [_IDEALS[kind] + _compared(ideal.seconds, played.seconds)]
 
 
 def _compared(seconds: float, step: float) -> str:

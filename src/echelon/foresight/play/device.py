@@ -97,6 +97,8 @@ class Device:
         machine: Kind of machine that was calibrated. On another one of its kind, a program's kernels can be timed.
         spread: Standard deviation of the speed of devices of this kind, divided by their mean.
         slowest_of: Number of devices in the measurement of the shares of the peak, which are those of the slowest one.
+        ideal: Kind of kernels that reach their limit: "matmul" and "attention" the peak. Those of kind "other" take no
+            time, as if they were fused into their neighbours. "": none.
         cores: Processors that the ranks of a host share, if `is_synchronous`. 0: each rank has its own.
         sources: Source of each constant.
     """
@@ -125,6 +127,7 @@ class Device:
     spread: float = 0.0
     slowest_of: int = 8
     cores: int = 0
+    ideal: str = ""
     curves: Mapping[str, Curve] = field(default_factory=dict)
     networks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     links: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict)
@@ -155,6 +158,8 @@ class Device:
 
     def seconds(self, kernel: Kernel) -> float:
         """Returns the time of a kernel that has the device to itself."""
+        if kernel.kind == self.ideal:
+            return kernel.flops / self.peak_of(kernel.dtype)
         if self.curves:
             return _measured(self.curves, kernel)
         if kernel.kind == "matmul" and kernel.shape:

@@ -135,6 +135,16 @@ class PlayedRole:
         return total
 
     @cached_property
+    def other_seconds(self) -> Mapping[str, float]:
+        """Time of the kernels of kind "other" by the name of their operator, the longest first."""
+        found: dict[str, float] = defaultdict(float)
+        for index, seconds in self.program.kernel_seconds.items():
+            kernel = self.program.trace.kernel(index)
+            if kernel.kind == "other":
+                found[kernel.name] += seconds
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @cached_property
     def shares(self) -> Shares:
         """Parts of the step. All 0 if it takes no time."""
         if not self.seconds:
