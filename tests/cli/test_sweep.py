@@ -4,6 +4,9 @@ import io
 import json
 import re
 import shlex
+import signal
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -11,7 +14,7 @@ from rich.console import Console
 from echelon import LaunchError
 from echelon.cli import main as command
 from echelon.cli.combinations import combinations
-from echelon.cli.sweep import Ended, as_json, entry_of, show, smaller_batches, sweep
+from echelon.cli.sweep import Ended, Terminated, as_json, entry_of, show, smaller_batches, sweep
 from echelon.cli.sweep import run_all as run_processes
 
 
@@ -77,7 +80,11 @@ OUTCOMES = {
 
 
 def run_all(commands):
-    return [OUTCOMES[words[-1]] for words in commands]
+    yield from ((number, OUTCOMES[words[-1]]) for number, words in enumerate(commands))
+
+
+def ending_with(outcomes):
+    return lambda _: (each for each in enumerate(outcomes))
 
 
 def no_word(line):
@@ -103,7 +110,8 @@ def test_a_sweep_runs_the_command_with_each_combination_after_the_arguments():
 @pytest.mark.parametrize(("options", "best"), [([], ["2", "4"]), (["--tokens", "9"], ["4", "2"])])
 def test_the_best_is_first_and_failures_are_last(options, best):
     told = []
-    found = sweep(options, ["train.py"], EACH, run_all, told.append)
+    found, num_left, ended_by = sweep(options, ["train.py"], EACH, run_all, told.append)
+    assert (num_left, ended_by) == (0, None)
     assert told[0] == "1 of 5: --tp 1 takes 500.00 ms, does not fit"
     assert told[3] == "4 of 5: --tp 8 failed: rank 0 raised ValueError: 8 does not divide 12"
     assert [entry.arguments[1] for entry in found] == [*best, "1", "8", "16"]
@@ -125,7 +133,7 @@ def test_a_script_that_refuses_its_arguments_is_quoted():
 
 def test_the_table_has_a_line_for_each_combination():
     written = io.StringIO()
-    show(sweep([], ["train.py"], EACH, run_all, no_word), Console(file=written, width=200))
+    show(sweep([], ["train.py"], EACH, run_all, no_word).entries, Console(file=written, width=200))
     assert written.getvalue().splitlines() == [
         "arguments       step    MFU     needs        of  fits",
         "--tp 2        2.00 s  40.0%   1.0 GiB  80.0 GiB   yes",
@@ -140,16 +148,15 @@ def test_the_table_has_a_line_for_each_combination():
 def test_a_size_that_does_not_fit_is_above_the_limit():
     written = io.StringIO()
     ended = Ended(1, json.dumps(figures(0.5, 0.9, (80 << 30) + 1, fits=False)), "")
-    show(sweep([], ["train.py"], EACH[:1], lambda _: [ended], no_word), Console(file=written, width=200))
+    show(sweep([], ["train.py"], EACH[:1], ending_with([ended]), no_word).entries, Console(file=written, width=200))
     assert written.getvalue().splitlines()[1].split()[5:] == ["over", "80.0", "GiB", "80.0", "GiB", "NO"]
 
 
 def test_the_table_has_bubbles_if_a_layout_has_a_pipeline():
-    found = sweep(
-        [], ["train.py"], EACH[1:3], lambda _: [Ended(0, json.dumps(each), "") for each in PIPELINES], no_word
-    )
+    ended = [Ended(0, json.dumps(each), "") for each in PIPELINES]
+    found = sweep([], ["train.py"], EACH[1:3], ending_with(ended), no_word)
     written = io.StringIO()
-    show(found, Console(file=written, width=200))
+    show(found.entries, Console(file=written, width=200))
     assert [re.split("  +", line)[1:4] for line in written.getvalue().splitlines()] == [
         ["step", "MFU", "bubble"],
         ["2.00 s", "40.0%", "12.5%"],
@@ -186,8 +193,75 @@ def test_smaller_batches_are_those_of_the_argument(arguments, text):
 def test_progress_is_shown_on_a_terminal_alone(is_terminal):
     written = io.StringIO()
     ended = list(run_processes([["--version"]] * 2, Console(file=written, force_terminal=is_terminal, width=80)))
-    assert [each.status for each in ended] == [0, 0]
+    assert sorted((number, each.status) for number, each in ended) == [(0, 0), (1, 0)]
     assert ("foreseeing" in written.getvalue()) == is_terminal
+
+
+def test_outcomes_are_told_as_they_come_and_ranked_by_their_combinations():
+    told = []
+    found = sweep([], ["train.py"], EACH, lambda commands: reversed_of(run_all(commands)), told.append)
+    assert told[0] == "1 of 5: --tp 16 failed: killed by signal 9"
+    assert [entry.arguments[1] for entry in found.entries] == ["2", "4", "1", "8", "16"]
+
+
+def reversed_of(outcomes):
+    yield from reversed(list(outcomes))
+
+
+@pytest.mark.parametrize(("error", "ended_by"), [(KeyboardInterrupt, signal.SIGINT), (Terminated, signal.SIGTERM)])
+@pytest.mark.parametrize("while_told", [True, False])
+def test_a_sweep_that_is_ended_has_the_steps_so_far(error, ended_by, while_told):
+    closed = []
+
+    def running(commands):
+        try:
+            yield from [*run_all(commands)][:2]
+            if not while_told:
+                raise error
+            yield 2, OUTCOMES["4"]
+        finally:
+            closed.append(True)
+
+    def tell(line):
+        if line.startswith("3"):
+            raise error
+
+    found = sweep([], ["train.py"], EACH, running, tell)
+    assert closed
+    assert [entry.arguments[1] for entry in found.entries] == ["2", *["4"] * while_told, "1"]
+    assert (found.num_left, found.signal) == (3 - while_told, ended_by)
+
+
+FAST_AND_SLOW = """
+import sys, time, torch
+if sys.argv[-1] == "slow":
+    time.sleep(300)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_sweep_with_its_table(number, status, tmp_path):
+    (tmp_path / "train.py").write_text(FAST_AND_SLOW)
+    is_json = ["--json"] * (number == signal.SIGTERM)
+    words = ["foresee", "-n", "1", *is_json, "--sweep", "{slow,fast,slow}", "train.py"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-P", "-m", "echelon", *words], cwd=tmp_path, **pipes) as process:
+        first = process.stderr.readline()
+        process.send_signal(number)
+        out, err = process.communicate()
+    assert first.startswith("echelon: 1 of 3: fast takes ")
+    assert f"echelon: ended by {number.name}: 2 of 3 combinations left out\n" in err
+    assert process.returncode == status
+    if is_json:
+        assert [entry["arguments"] for entry in json.loads(out)["ranked"]] == [["fast"]]
+    else:
+        assert [line.split()[0] for line in out.splitlines()] == ["arguments", "fast"]
 
 
 def test_a_sweep_has_no_pictures(capsys):

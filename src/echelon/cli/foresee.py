@@ -19,6 +19,7 @@ from echelon.cli.output import AboveProgress, Counted, WarnedOnce, working, writ
 from echelon.cli.run import console, no_ranks, note_misplaced
 from echelon.errors import FileError, InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
+from echelon.wording import counted
 
 if TYPE_CHECKING:
     from echelon.foresight.run import Foreseen
@@ -48,7 +49,7 @@ class ForeseeOptions:
     until: Annotated[
         str | None, value("FUNCTION", "Function whose return ends a step.  [default: the optimizers' steps]")
     ] = None
-    tokens: Annotated[int | None, value("COUNT", "Tokens of all ranks in a step, for tokens per second.")] = None
+    tokens: Annotated[int | None, value("COUNT", "Tokens of all ranks in a step, equal in a whole sweep.")] = None
     seed: Annotated[int, value("SEED", "Seed of the random ranks that confirm a role.")] = 0
     allow_writes: Annotated[
         bool, typer.Option("--allow-writes", help="Let the script write files, such as logs, but no checkpoints.")
@@ -208,19 +209,19 @@ def _sweep(options: ForeseeOptions, text: str) -> int:
     each = combinations("--sweep", text)
     shown = RichConsole(stderr=True, highlight=False)
     program = [options.program, *(options.args or [])]
-    try:
-        found = sweep.sweep(
+    with sweep.ending_by_sigterm():
+        found, num_left, signal = sweep.sweep(
             *(options.words(), program, each),
             partial(sweep.run_all, shown=shown),
             lambda line: write(shown, f"echelon: {line}"),
         )
-    except KeyboardInterrupt:
-        console().say("ended by SIGINT")
-        return 130
     if options.json:
         print(sweep.as_json(found))
     else:
         sweep.show(found, RichConsole(highlight=False))
+    if signal is not None:
+        console().say(f"ended by {signal.name}: {num_left} of {counted(len(each), 'combination')} left out")
+        return 128 + signal  # as a shell reports it
     return 0 if any(entry.fits for entry in found) else 1
 
 

@@ -6,13 +6,16 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
@@ -37,8 +40,26 @@ class Ended(NamedTuple):
     stderr: str
 
 
-RunAll: TypeAlias = Callable[[Sequence[Sequence[str]]], Iterable[Ended]]
-"""Function that runs `echelon` with each of several lists of arguments, and yields their outcomes in order."""
+RunAll: TypeAlias = Callable[[Sequence[Sequence[str]]], Generator[tuple[int, Ended], None, None]]
+"""Function that runs `echelon` with each of several lists of arguments.
+
+It yields each one's number and its outcome, as soon as it has ended.
+"""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a sweep as Ctrl-C does."""
+
+
+class Swept(NamedTuple):
+    """Combinations that were foreseen, and the signal that has ended the sweep."""
+
+    entries: list[Entry]
+    """Entries that fit come first, the best at the top, and failures last."""
+    num_left: int = 0
+    """Combinations that were not foreseen."""
+    signal: signal.Signals | None = None
+    """Signal that has ended the sweep before its last combination. None if there was none."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +103,8 @@ def sweep(
     each: Sequence[tuple[str, ...]],
     run_all: RunAll,
     tell: Callable[[str], None],
-) -> list[Entry]:
-    """Foresees a program with each combination of arguments.
+) -> Swept:
+    """Foresees a program with each combination of arguments, until SIGINT or `Terminated`.
 
     Args:
         options: options of `echelon foresee`.
@@ -91,16 +112,36 @@ def sweep(
         each: combinations of arguments.
         run_all: runs the processes.
         tell: called with a line on each combination when it is foreseen.
-
-    Returns:
-        An entry for each combination: those that fit first, the best at the top, and failures last.
     """
-    ended = run_all([["foresee", *options, "--json", *program, *arguments] for arguments in each])
-    entries = []
-    for number, entry in enumerate(map(entry_of, each, ended), 1):
-        tell(f"{number} of {len(each)}: {entry.summary}")
-        entries.append(entry)
-    return ranked(entries, is_same_work="--tokens" in options)
+    commands = [["foresee", *options, "--json", *program, *arguments] for arguments in each]
+    entries: dict[int, Entry] = {}
+    ended_by = None
+    try:
+        with closing(run_all(commands)) as outcomes:
+            for number, ended in outcomes:
+                entries[number] = entry_of(each[number], ended)
+                tell(f"{len(entries)} of {len(each)}: {entries[number].summary}")
+    except KeyboardInterrupt as error:
+        ended_by = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+    found = ranked([entries[number] for number in sorted(entries)], is_same_work="--tokens" in options)
+    return Swept(found, len(each) - len(entries), ended_by)
+
+
+@contextmanager
+def ending_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM raises `Terminated` in the main thread. No effect in other threads, which get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(_: int, __: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def ranked(entries: Sequence[Entry], is_same_work: bool) -> list[Entry]:
@@ -193,8 +234,8 @@ def smaller_batches(arguments: Sequence[str]) -> str:
     return ""
 
 
-def run_all(commands: Sequence[Sequence[str]], shown: Console) -> Iterator[Ended]:
-    """Runs `echelon` with each list of arguments, two at a time where cores allow. Yields the outcomes in order.
+def run_all(commands: Sequence[Sequence[str]], shown: Console) -> Generator[tuple[int, Ended], None, None]:
+    """Runs `echelon` with each list of arguments, two at a time where cores allow; see `RunAll`.
 
     Args:
         commands: lists of arguments.
@@ -203,9 +244,11 @@ def run_all(commands: Sequence[Sequence[str]], shown: Console) -> Iterator[Ended
     processes = _Processes()
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
         try:
-            ended = pool.map(processes.run, commands)
+            running = {pool.submit(processes.run, command): number for number, command in enumerate(commands)}
             hides = not shown.is_terminal
-            yield from track(ended, "foreseeing", len(commands), console=shown, transient=True, disable=hides)
+            ended = as_completed(running)
+            for each in track(ended, "foreseeing", len(commands), console=shown, transient=True, disable=hides):
+                yield running[each], each.result()
         finally:
             processes.stop()  # before the pool waits for its threads
 
