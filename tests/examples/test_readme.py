@@ -34,7 +34,7 @@ def test_the_example_runs_on_real_processes(name, backend, pool, tmp_path):
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_the_example_runs_on_simulated_ranks(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    echelon.simulate(lambda _: run_example(name), 2)
+    echelon.simulate(lambda _: run_example(name), 2, costs="measured")
     assert re.fullmatch(OUTPUTS[name], capsys.readouterr().out)
 
 
@@ -43,7 +43,7 @@ def test_the_example_needs_no_matplotlib(name, monkeypatch, tmp_path, capsys):
     """A plain installation has none."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    echelon.simulate(lambda _: run_example(name), 2)
+    echelon.simulate(lambda _: run_example(name), 2, costs="measured")
     assert re.fullmatch(OUTPUTS[name], capsys.readouterr().out)
     assert not list(tmp_path.iterdir())
 
