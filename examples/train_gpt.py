@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.simulate is None:
         train(options)
     else:
-        echelon.simulate(train, options.simulate, (options,))
+        echelon.simulate(train, options.simulate, (options,), costs="measured")
 
 
 if __name__ == "__main__":

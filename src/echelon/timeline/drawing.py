@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
 
     Raises:
         EchelonError: matplotlib is not installed, or the suffix names no format.
-        InvalidArgument: there is no such theme, `against` is no timeline, or no step of either takes any time.
+        InvalidArgument: there is no such theme, or `against` is no timeline.
         FileError: the file cannot be written.
     """
     if against is not None and not isinstance(against, Timeline):
@@ -39,9 +40,10 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
     colors = theme_named(theme)
     for each in (timeline, against):
         if each is not None and any(each.steps) and not each.makespan:
-            raise InvalidArgument(
-                "a timeline whose steps all take no time cannot be drawn: computing takes none in a simulation without "
-                'costs: give echelon simulate --costs measured, or costs="measured" in Python'
+            warnings.warn(
+                "the steps of this timeline take no time, as in a simulation without costs: give echelon simulate "
+                '--costs measured, or costs="measured" in Python',
+                stacklevel=4,  # the caller of Timeline.draw, which checks its arguments in a function of its own
             )
     if _suffix(path, (*_METADATA, _PAGE)) == _PAGE:
         from echelon.timeline.page import page

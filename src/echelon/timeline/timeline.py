@@ -343,8 +343,11 @@ class Timeline:
         Raises:
             EchelonError: matplotlib is not installed, which all but HTML need, or the suffix is none of .svg, .png,
                 .pdf and .html.
-            InvalidArgument: there is no such theme, or no step takes any time, as in a simulation without costs.
+            InvalidArgument: there is no such theme.
             FileError: the file cannot be written.
+
+        Warns:
+            UserWarning: no step takes any time, as in a simulation without costs.
         """
         # Imported here because the module imports this one.
         from echelon.timeline.drawing import draw
