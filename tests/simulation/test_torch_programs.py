@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -149,3 +150,48 @@ def test_every_family_has_a_quick_program():
     assert set(QUICK) | set(HEAVY) == set(FAMILIES)
     assert all(set(names) <= set(names_of(family)) for family, names in QUICK.items())
     assert set(PACKAGES) == set(names_of("libraries"))
+
+
+def crossed(call):
+    """Ranks 0 and 1 enter two collectives in different order. In one of them rank 0 only sends."""
+    dist.init_process_group("gloo")
+    rank, pair, x = dist.get_rank(), dist.new_group([0, 1]), torch.ones(4)
+    if rank == 1:
+        dist.all_reduce(x)
+        call(x, pair)
+    else:
+        if rank == 0:
+            call(x, pair)
+        dist.all_reduce(x)
+
+
+SENT_BY_RANK_0 = {
+    "broadcast": lambda x, pair: dist.broadcast(x, 0, group=pair),
+    "reduce": lambda x, pair: dist.reduce(x, 1, group=pair),
+    "scatter": lambda x, pair: dist.scatter(x, [x, x] if dist.get_rank() == 0 else None, 0, group=pair),
+    "gather": lambda x, pair: dist.gather(x, [x.clone(), x.clone()] if dist.get_rank() else None, 1, group=pair),
+    "wait": lambda x, pair: dist.broadcast(x, 0, group=pair, async_op=True).wait(),
+}
+
+
+@pytest.mark.parametrize("kind", SENT_BY_RANK_0)
+def test_a_rank_that_only_sends_waits_as_over_gloo(kind):
+    """Such programs passed, and hung over Gloo."""
+    with pytest.raises(echelon.DeadlockError, match=r"rank 0 -> rank 1 -> rank 0|rank 1 -> rank 0 -> rank 1"):
+        echelon.simulate(partial(crossed, SENT_BY_RANK_0[kind]), 3)
+
+
+def test_an_asynchronous_broadcast_that_is_waited_for_late_goes_on():
+    def main():
+        dist.init_process_group("gloo")
+        x, y = torch.full((4,), float(dist.get_rank())), torch.ones(4)
+        if dist.get_rank() == 0:
+            work = dist.broadcast(x, 0, async_op=True)
+            dist.send(y, 1)
+            work.wait()
+        else:
+            dist.recv(y, 0)
+            dist.broadcast(x, 0)
+        return x[0].item()
+
+    assert echelon.simulate(main, 2).results == [0.0, 0.0]

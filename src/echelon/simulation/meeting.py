@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,9 +32,9 @@ from echelon.simulation.scheduler import Clock
 from echelon.simulation.values import Calls, Take, result_of, snapshot
 
 TO_ROOT = frozenset({"reduce", "gather"})
-"""Collectives in which the other ranks need not wait for the root."""
+"""Collectives in which the other ranks need not wait for the root. Those of torch.distributed wait as over Gloo."""
 FROM_ROOT = frozenset({"broadcast", "broadcast_rows", "scatter"})
-"""Collectives in which the root need not wait for the others."""
+"""Collectives in which the root need not wait for the others, with the same exception."""
 
 
 class Seat:
@@ -155,6 +155,8 @@ class Meeting:
     def _lacks(self, rank: int) -> int:
         """Returns the ranks that a rank of the group still waits for, as a set of bits."""
         needed = self._all if self._all_need_all else self._waves.needs[rank]
+        if self._hall.waits_for_neighbours:
+            needed |= sum(1 << index for index in self._waves.neighbours[rank])
         return needed & ~self._present
 
     @property
@@ -221,7 +223,10 @@ class Meeting:
     def needs(self, rank: int, peer: int) -> bool:
         """Whether a rank of the group cannot end if a rank of the world has failed."""
         index = self._busy(peer)
-        return index is not None and (self._all_need_all or bool(self._waves.needs[rank] >> index & 1))
+        if index is None or self._all_need_all:
+            return index is not None
+        is_neighbour = self._hall.waits_for_neighbours and index in self._waves.neighbours[rank]
+        return is_neighbour or bool(self._waves.needs[rank] >> index & 1)
 
     def sends_to(self, rank: int, peer: int) -> bool:
         """Whether a rank of the group exchanges messages with a rank of the world, which has not ended its part."""
@@ -272,6 +277,7 @@ class Hall:
         prices: Prices,
         is_instant: bool,
         follows_plans: bool,
+        rendezvous: Set[int] = frozenset(),
     ) -> None:
         self.ranks = ranks
         """Ranks of the world."""
@@ -284,7 +290,13 @@ class Hall:
         self.follows_plans = follows_plans
         """Whether values are combined in the order of the plan, not of the ranks."""
         self._context = context
+        self._rendezvous = rendezvous
         self._meetings: dict[int, Meeting] = {}
+
+    @property
+    def waits_for_neighbours(self) -> bool:
+        """Whether a rank that sends in a collective waits for those that receive, as over Gloo."""
+        return self._context in self._rendezvous
 
     def meeting(self, sequence: int, make: Callable[[Hall], Meeting]) -> Meeting:
         """Returns the meeting of a collective. The first rank that comes makes it."""

@@ -262,7 +262,8 @@ class World:
         found = self._halls.get((context, ranks))
         if found is None:
             found = self._halls[context, ranks] = Hall(
-                ranks, context, self.clock, self.traffic, self.prices, self._is_instant, self._follows_plans
+                *(ranks, context, self.clock, self.traffic, self.prices, self._is_instant, self._follows_plans),
+                self.rendezvous,
             )
         return found
 
