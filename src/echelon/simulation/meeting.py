@@ -155,7 +155,7 @@ class Meeting:
     def _lacks(self, rank: int) -> int:
         """Returns the ranks that a rank of the group still waits for, as a set of bits."""
         needed = self._all if self._all_need_all else self._waves.needs[rank]
-        if self._hall.waits_for_neighbours:
+        if self._hall.waits_for_neighbours and not self._all_need_all:
             needed |= sum(1 << index for index in self._waves.neighbours[rank])
         return needed & ~self._present
 
