@@ -7,12 +7,15 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
 
 from echelon import LaunchError
 from echelon.cli import main as command
+from echelon.cli import sweep as sweep_module
 from echelon.cli.combinations import combinations
 from echelon.cli.sweep import Ended, Terminated, as_json, entry_of, show, smaller_batches, sweep
 from echelon.cli.sweep import run_all as run_processes
@@ -230,6 +233,36 @@ def test_a_sweep_that_is_ended_has_the_steps_so_far(error, ended_by, while_told)
     assert closed
     assert [entry.arguments[1] for entry in found.entries] == ["2", *["4"] * while_told, "1"]
     assert (found.num_left, found.signal) == (3 - while_told, ended_by)
+
+
+LONG = """#!{python}
+import os, signal, sys, time
+if sys.argv[-1] == "deaf":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+open("begun-" + sys.argv[-1], "x").close()
+try:
+    time.sleep(300)
+finally:
+    os.remove("begun-" + sys.argv[-1])
+"""
+
+
+def test_processes_of_an_ended_sweep_remove_their_files(tmp_path, monkeypatch):
+    """They were killed, and their temporary folders stayed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep_module, "_PATIENCE", 1.0)
+    program = tmp_path / "long"
+    program.write_text(LONG.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    processes = sweep_module._Processes()
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(processes.run, [how]) for how in ("tidy", "deaf")]
+        while len(list(tmp_path.glob("begun-*"))) < 2:
+            time.sleep(0.01)
+        processes.stop()
+    assert [each.result().status for each in ended] == [-signal.SIGINT, -signal.SIGKILL]
+    assert [each.name for each in tmp_path.glob("begun-*")] == ["begun-deaf"]
 
 
 FAST_AND_SLOW = """

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
@@ -30,6 +31,8 @@ _RANK = re.compile(r"^\[\d+\] ")
 """Mark of a rank before a line of the program."""
 _WORKERS = 2
 """Processes at once at most. Each takes up to 4 GiB."""
+_PATIENCE = 3.0
+"""Seconds that processes of a sweep which has ended get to end by themselves."""
 
 
 class Ended(NamedTuple):
@@ -256,7 +259,7 @@ def run_all(commands: Sequence[Sequence[str]], shown: Console) -> Generator[tupl
 class _Processes:
     """Processes of `echelon`.
 
-    Strategy: threads start a process each and wait for it. `stop` kills the processes that run, so that the threads
+    Strategy: threads start a process each and wait for it. `stop` ends the processes that run, so that the threads
     return, and keeps others from starting.
     """
 
@@ -283,8 +286,16 @@ class _Processes:
         return Ended(process.returncode, out, err)
 
     def stop(self) -> None:
-        """Kills the processes that run, and starts none any more."""
+        """Ends the processes that run, and starts none any more. Blocks for a few seconds at most."""
         with self._lock:
             self._is_stopped = True
-            for process in self._running:
+            running = list(self._running)
+        # They remove their temporary files then.
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        until = time.monotonic() + _PATIENCE
+        for process in running:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 process.kill()
