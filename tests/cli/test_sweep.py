@@ -7,8 +7,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
@@ -233,6 +234,21 @@ def test_a_sweep_that_is_ended_has_the_steps_so_far(error, ended_by, while_told)
     assert closed
     assert [entry.arguments[1] for entry in found.entries] == ["2", *["4"] * while_told, "1"]
     assert (found.num_left, found.signal) == (3 - while_told, ended_by)
+
+
+def test_a_signal_that_does_not_interrupt_a_wait_is_handled_soon():
+    """One that came right before the wait was handled when the next combination ended."""
+
+    def send():
+        time.sleep(0.3)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # it interrupts this thread, and not the main one
+
+    thread = threading.Thread(target=send)
+    with sweep_module.ending_by_sigterm():
+        thread.start()
+        with pytest.raises(Terminated):
+            next(sweep_module._as_completed([Future()]))
+    thread.join()
 
 
 LONG = """#!{python}

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +33,7 @@ _WORKERS = 2
 """Processes at once at most. Each takes up to 4 GiB."""
 _PATIENCE = 3.0
 """Seconds that processes of a sweep which has ended get to end by themselves."""
+_LOOK = 0.2
 
 
 class Ended(NamedTuple):
@@ -249,11 +250,22 @@ def run_all(commands: Sequence[Sequence[str]], shown: Console) -> Generator[tupl
         try:
             running = {pool.submit(processes.run, command): number for number, command in enumerate(commands)}
             hides = not shown.is_terminal
-            ended = as_completed(running)
+            ended = _as_completed(running)
             for each in track(ended, "foreseeing", len(commands), console=shown, transient=True, disable=hides):
                 yield running[each], each.result()
         finally:
             processes.stop()  # before the pool waits for its threads
+
+
+def _as_completed(futures: Iterable[Future[Ended]]) -> Iterator[Future[Ended]]:
+    """Yields futures as they end. A signal is handled within `_LOOK` seconds.
+
+    Python does not handle one that comes right before it waits for a lock: a wait without a limit would go on.
+    """
+    pending = set(futures)
+    while pending:
+        ended, pending = wait(pending, _LOOK, return_when=FIRST_COMPLETED)
+        yield from ended
 
 
 class _Processes:
