@@ -190,6 +190,7 @@ STRANGE = {
     "names that are no text": section("models", {"": [["weight"]]}),
     "groups without parameters": section("groups", {"optimizer": [{"options": {}}]}),
     "a number of steps that is none": section("progress", {"": {"num_steps": "7"}}),
+    "a mean number of samples that is none": section("progress", {"": {"usual_samples": -1.0}}),
     "an array of objects": shared({"!array": ["extra/t", "O", [1]]}),
     "an array of an absurd shape": shared({"!array": ["extra/t", "uint8", [1 << 60]]}),
     "a number that is text": shared({"!int": "seven"}),

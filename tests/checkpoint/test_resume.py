@@ -206,3 +206,33 @@ def load_at_once(group, path):
 def test_a_load_takes_the_save_that_is_under_way(run, tmp_path):
     """It took the step before."""
     assert run(load_at_once, 2, str(tmp_path)) == [[1, 2, 3]] * 2
+
+
+def with_uneven_batches(group, path, first, last):
+    """Trains on batches of several sizes, by the weights of their samples. Returns the parameters after each step."""
+    torch.manual_seed(first)  # of dropout; a checkpoint replaces it
+    ddp = echelon.DDP(make_net(), group, average="samples", bucket_mb=1e-4)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
+    store = Store(path, group=group)
+    if first:
+        assert store.load(model=ddp, optimizer=optimizer) == first
+    seen = []
+    for step in range(first, last):
+        inputs, target = batch(step)
+        size = (5, 5, 2 + group.rank, 2)[step % 4]
+        nn.functional.cross_entropy(ddp(inputs[:size]), target[:size]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
+    store.save(last, model=ddp, optimizer=optimizer)
+    store.close()
+    return seen
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_weights_by_samples_are_those_of_the_undisturbed_run(run, stop, tmp_path):
+    """Gradients are scaled by the mean of the step before, which a resumed run did not know."""
+    expected = run(with_uneven_batches, 3, str(tmp_path / "whole"), 0, 6)
+    run(with_uneven_batches, 3, str(tmp_path / "stopped"), 0, stop)
+    for got, all_steps in zip(run(with_uneven_batches, 3, str(tmp_path / "stopped"), stop, 6), expected, strict=True):
+        assert all(map(torch.equal, got, all_steps[stop:]))

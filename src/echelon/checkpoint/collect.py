@@ -140,7 +140,7 @@ class _Part:
     extra_state: dict[str, Encoded] = field(default_factory=dict)
     """Values of `Module.get_extra_state`, by their name in the state dict."""
     progress: dict[str, Json] = field(default_factory=dict)
-    """Steps of pipelines and learned orders of gradients, by the prefix of their model."""
+    """Steps of pipelines, learned orders of gradients and usual numbers of samples, by the prefix of their model."""
 
 
 def collect(objects: Objects, group: ProcessGroup | None) -> Collected:
@@ -234,9 +234,14 @@ def _describe_model(part: _Part, prefix: str, model: ModelTensors) -> None:
     if model.pipeline is not None:
         part.progress[prefix] = {"num_steps": model.pipeline.num_steps}
     if model.wrapped is not None:
-        learned, hook = model.wrapped.reducer.learned, model.wrapped.hook
-        if learned is not None:
-            part.progress[prefix] = {"order": list[Json](learned.order), "in_one": learned.in_one}
+        reducer, hook = model.wrapped.reducer, model.wrapped.hook
+        progress: dict[str, Json] = {}
+        if (learned := reducer.learned) is not None:
+            progress |= {"order": list[Json](learned.order), "in_one": learned.in_one}
+        if reducer.usual_samples:
+            progress["usual_samples"] = reducer.usual_samples
+        if progress:
+            part.progress[prefix] = progress
         if hook is not None and (state := hook.state_dict()):
             part.own[f"{prefix}hook"] = encode(state, f"{prefix}hook")
             part.kinds[f"{prefix}hook"] = type(hook).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ def check_contents(step: int, data: Mapping[str, Any], num_ranks: int) -> None:
         if not all(isinstance(one, dict) and _are_names(one.get("params")) and "options" in one for one in groups):
             raise _strange(step, "groups")
     for values in data["progress"].values():
-        if not (_is_count(values.get("num_steps", 0)) and _are_names(values.get("order") or [])):
+        is_mean = _is_mean(values.get("usual_samples", 1.0))
+        if not (_is_count(values.get("num_steps", 0)) and _are_names(values.get("order") or []) and is_mean):
             raise _strange(step, "progress")
 
 
@@ -53,6 +55,10 @@ def _is_place(value: object) -> bool:
 
 def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_mean(value: object) -> bool:
+    return type(value) is float and 0 < value < math.inf
 
 
 def _is_count(value: object) -> bool:

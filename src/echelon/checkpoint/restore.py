@@ -394,6 +394,9 @@ def _apply(live: _Live, matched: Mapping[str, list[Json]]) -> None:
                 module.set_extra_state(live.values[name])
         if model.pipeline is not None and "num_steps" in _progress(source, prefix):
             model.pipeline.num_steps = cast("int", _progress(source, prefix)["num_steps"])
+        if model.wrapped is not None:
+            # A checkpoint without it is of a job that begins by learning it.
+            model.wrapped.reducer.usual_samples = cast("float", _progress(source, prefix).get("usual_samples", 0.0))
         if model.wrapped is not None and model.wrapped.hook is not None and f"{prefix}hook" in live.values:
             model.wrapped.hook.load_state_dict(live.values[f"{prefix}hook"])
     for section, options in matched.items():

@@ -210,6 +210,16 @@ class GradientReducer:
             self.buckets.arrange([numbers[name] for name in learned.order], in_one=learned.in_one)
 
     @property
+    def usual_samples(self) -> float:
+        """Mean number of samples per rank in the last reduction, with `average="samples"`. Else, and before it, 0."""
+        return 0.0 if self._weights is None else self._weights.usual
+
+    @usual_samples.setter
+    def usual_samples(self, number: float) -> None:
+        if self._weights is not None:
+            self._weights.usual = number
+
+    @property
     def is_closed(self) -> bool:
         """Whether a reduction was abandoned, after which all others raise Closed."""
         return bool(self._failure)

@@ -145,23 +145,24 @@ class SampleWeights:
 
     A rank multiplies its gradients by its number of samples over the mean number of the previous reduction, which all
     ranks know. The result is rescaled by the actual mean. So values stay in the range of the gradients, and ranks with
-    equal numbers multiply nothing. Only the first reduction needs a collective to learn the mean.
+    equal numbers multiply nothing. Only the first reduction needs a collective to learn the mean. The mean decides how
+    results are rounded, so checkpoints store it.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._usual = 0.0
+        self.usual = 0.0
         """Mean number of samples per rank in the last reduction. 0 before the first. The same on every rank."""
 
     def expect(self, num_samples: int) -> None:
         """Prepares a reduction with this rank's number of samples. Blocks the first time."""
-        if not self._usual:
+        if not self.usual:
             told = self._group.all_reduce(torch.tensor(num_samples, dtype=torch.float64, device="cpu"), "mean")
-            self._usual = told.item() or 1.0
+            self.usual = told.item() or 1.0
 
     def weigh(self, gradients: torch.Tensor, num_samples: int) -> None:
         """Multiplies this rank's gradients by its weight."""
-        _scale(gradients, num_samples / self._usual)
+        _scale(gradients, num_samples / self.usual)
 
     def rescale(self, reduced: Iterable[torch.Tensor], summary: Summary) -> None:
         """Rescales from the predicted mean number of samples to the actual one.
@@ -170,9 +171,9 @@ class SampleWeights:
             UnsupportedOp: ranks have gradients, but none has a sample.
         """
         if summary.num_samples:
-            expected, self._usual = self._usual, summary.num_samples / self._group.world_size
+            expected, self.usual = self.usual, summary.num_samples / self._group.world_size
             for gradients in reduced:
-                _scale(gradients, expected / self._usual)
+                _scale(gradients, expected / self.usual)
         elif any(summary.num_having):
             raise UnsupportedOp(
                 "average='samples', but no rank has samples: samples are the rows of the first tensor given to the "

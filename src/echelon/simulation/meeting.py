@@ -32,9 +32,9 @@ from echelon.simulation.scheduler import Clock
 from echelon.simulation.values import Calls, Take, result_of, snapshot
 
 TO_ROOT = frozenset({"reduce", "gather"})
-"""Collectives in which the other ranks need not wait for the root. Those of torch.distributed wait as over Gloo."""
+"""Collectives in which the other ranks need not wait for the root, except in torch.distributed programs."""
 FROM_ROOT = frozenset({"broadcast", "broadcast_rows", "scatter"})
-"""Collectives in which the root need not wait for the others, with the same exception."""
+"""Collectives in which the root need not wait for the others, except in torch.distributed programs."""
 
 
 class Seat:
@@ -295,7 +295,7 @@ class Hall:
 
     @property
     def waits_for_neighbours(self) -> bool:
-        """Whether a rank that sends in a collective waits for those that receive, as over Gloo."""
+        """Whether senders in a collective wait until the ranks that receive from them come, as over Gloo."""
         return self._context in self._rendezvous
 
     def meeting(self, sequence: int, make: Callable[[Hall], Meeting]) -> Meeting:
