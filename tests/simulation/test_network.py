@@ -174,6 +174,10 @@ def test_a_function_may_say_what_is_between_two_ranks():
     assert run.results[1] == 2.0
 
 
+def test_presets_have_names_in_any_case():
+    assert echelon.Network.named("10gbe") is PRESETS["10GbE"]
+
+
 def test_presets_have_names():
     run = echelon.simulate(send_one, 2, (117_000,), network="1GbE")
     assert run.results[1] == pytest.approx(PRESETS["1GbE"].latency + 0.001)

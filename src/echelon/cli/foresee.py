@@ -196,7 +196,7 @@ def _calibrate(path: str, gpu: str) -> int:
 
     shown = console()
     shown.say("measuring this machine: leave it alone for a minute")
-    is_gpu = gpu != "cpu" and torch.cuda.is_available()
+    is_gpu = gpu.lower() != "cpu" and torch.cuda.is_available()
     with working("measuring"):
         device = calibrate_gpu() if is_gpu else calibrate()
     write_files((path, lambda file: save(device, file)))

@@ -40,7 +40,8 @@ def cluster_of(
         raise LaunchError(f"network={network!r}: give a Network or the name of one")
     if hosts is None and chosen.hosts is not None:
         hosts = chosen.hosts
-    links = device.links.get(network, {}) if isinstance(network, str) else {}
+    name = network.lower() if isinstance(network, str) else ""
+    links = next((each for known, each in device.links.items() if known.lower() == name), {})
     # A device of NCCL's tables: a GPU, joined to the others of its host by links of its own.
     has_own_links = bool(device.generation)
     return Cluster(

@@ -200,7 +200,7 @@ class Network:
 
     @classmethod
     def named(cls, name: str, measured: Mapping[str, Network] = MappingProxyType({})) -> Network:
-        """Returns the network of a name: one of `measured`, else one of `PRESETS`.
+        """Returns the network of a name, in any case: one of `measured`, else one of `PRESETS`.
 
         Args:
             name: the name.
@@ -210,10 +210,11 @@ class Network:
             LaunchError: there is none of that name.
         """
         known = {**PRESETS, **measured}
-        if name not in known:
+        by_lower = {each.lower(): known[each] for each in known}
+        if name.lower() not in by_lower:
             # A command line names it, too, and has no other form of a network.
             raise LaunchError(f"network={name!r}: {choices(name, known)}; in Python also Network(latency=, bandwidth=)")
-        return known[name]
+        return by_lower[name.lower()]
 
     def between(self, src: int, dst: int) -> Network:
         """Returns the network from `src` to `dst`: this one, or the local one if they share a host.

@@ -175,3 +175,10 @@ def test_an_unknown_network_names_those_that_are_known():
 def test_a_device_without_nccl_has_the_links_of_the_network():
     cluster = cluster_of("shared-memory", DEVICES["cpu"], 4)
     assert cluster == Cluster((4,), 10e9, 1e-6, 1e10, 1e-6)
+
+
+def test_measured_links_are_found_by_a_name_in_any_case():
+    device = replace(DEVICES["cpu"], links={"10GbE": {"all_reduce 2": ((8.0, 1e-5), (64.0, 2e-5))}})
+    cluster = cluster_of("10gbe", device, 4)
+    assert cluster.links
+    assert cluster == cluster_of("10GbE", device, 4)

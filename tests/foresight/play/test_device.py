@@ -1,6 +1,7 @@
 """Times of kernels, by hand: 10 multiprocessors, 1000 FLOP/s in bfloat16, 100 bytes per second, half of it attained."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -103,9 +104,27 @@ def test_a_kernel_is_priced_by_its_kind():
 
 def test_an_unknown_device_names_those_that_are_known():
     assert device_named("h100").name == "h100"
-    with pytest.raises(LaunchError, match=r"(?s)gpu='h10'.*h100") as raised:
+    with pytest.raises(LaunchError, match=r"gpu='h10': use one of ") as raised:
         device_named("h10")
     assert all(name in str(raised.value) for name in DEVICES)
+
+
+def test_a_name_in_capitals_is_the_device():
+    assert device_named("H100") is DEVICES["h100"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("b200", "use one of"),
+        ("NVIDIA-H100", "did you mean h100?"),
+        ("a100-40gb", "did you mean a100-40g?"),
+    ],
+)
+def test_another_device_is_not_taken_for_a_slip(name, told):
+    """The b200 is a letter apart from the h200, and twice as fast."""
+    with pytest.raises(LaunchError, match=f"^gpu='{name}': {re.escape(told)} "):
+        device_named(name)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=list(DEVICES))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from echelon.arguments import choices
 from echelon.errors import LaunchError
 from echelon.foresight.play.device import Device
 
@@ -128,11 +127,15 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def device_named(name: str) -> Device:
-    """Returns a device of the table.
+    """Returns a device of the table. Its name may be in capitals.
 
     Raises:
         LaunchError: no device has that name.
     """
-    if name not in DEVICES:
-        raise LaunchError(f"gpu={name!r}: {choices(name, DEVICES)}, or a calibration file")
-    return DEVICES[name]
+    if (device := DEVICES.get(name.lower())) is not None:
+        return device
+    # By the whole name of a device, as in "h100-sxm": the b200, a letter apart from the h200, is another device.
+    near = max((each for each in DEVICES if each in name.lower()), key=len, default="")
+    listed = ", ".join(DEVICES)
+    known = f"did you mean {near}? There are {listed}" if near else f"use one of {listed}"
+    raise LaunchError(f"gpu={name!r}: {known}, or a calibration file")
