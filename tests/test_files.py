@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from echelon.arguments import reading, writing
+from echelon.arguments import check_writable, reading, writing
 from echelon.errors import EchelonError, FileError, InvalidArgument
 from echelon.pipeline import Schedule, schedules
 
@@ -53,6 +53,34 @@ def test_a_folder_in_place_of_a_file(tmp_path):
         SCHEDULE.to_csv("plan.csv")
     with pytest.raises(FileError, match=r"cannot read plan\.csv: Is a directory; give a file"):
         Schedule.from_csv("plan.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no/a.html", "the folder no does not exist; make it first: mkdir -p no"),
+        ("file/a.html", "Not a directory; give a place that can be written to"),
+        (".", "Is a directory; give a place that can be written to"),
+        ("C:\\a.html", "it is a path of Windows; separate folders with /, as in plans/plan.svg"),
+    ],
+)
+def test_a_path_is_checked_before_the_work(tmp_path, name, reason):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError) as caught:
+        check_writable(name)
+    assert str(caught.value) == f"cannot write {name}: {reason}"
+
+
+def test_a_place_without_rights_is_refused_before_the_work(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write all
+    with pytest.raises(FileError, match=r"^cannot write a: Permission denied; give a place"):
+        check_writable("a")
+
+
+def test_a_good_path_is_not_written_by_its_check(tmp_path):
+    for name in ("a.html", str(tmp_path / "a.html"), os.devnull):
+        check_writable(name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_not_there(tmp_path):

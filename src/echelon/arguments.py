@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import inspect
 import math
@@ -239,6 +240,21 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise FileError(f"cannot write {name}: {_reason(name, error)}") from None
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Checks an output path before the work whose result is written there.
+
+    Raises:
+        InvalidArgument, FileError: as `writing` does.
+    """
+    with writing(path):
+        name = os.fspath(path)
+        os.stat(os.path.join(os.path.dirname(name), "."))  # raises for a folder that is missing, or a file
+        place = name if os.path.lexists(name) else os.path.dirname(name) or "."
+        reason = errno.EISDIR if os.path.isdir(name) else 0 if os.access(place, os.W_OK) else errno.EACCES
+        if reason:
+            raise OSError(reason, os.strerror(reason))
 
 
 @contextmanager

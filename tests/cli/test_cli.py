@@ -7,8 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
 
 from echelon.cli import main
+from echelon.cli.app import app, collectives
 from tests.helpers.commands import imported_by, printed, refusal
 
 
@@ -161,3 +163,43 @@ def test_a_script_that_may_not_be_read_is_one_line(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may read all
     told = refusal(capsys, "run", "-n", "2", "train.py")
     assert told == "script 'train.py' cannot be read: give yourself the right to: chmod u+r train.py"
+
+
+WITH_OUTPUT = {
+    "simulate": (["simulate", "-n", "1"], ["train.py"]),
+    "foresee": (["foresee", "-n", "1"], ["train.py"]),
+    "plan": (["plan", "gpipe", "-r", "2", "-m", "2"], []),
+    "plan all-reduce": (["plan", "all-reduce", "--algorithm", "ring", "-r", "2"], []),
+}
+"""Commands that write files: words before and after the option of the file."""
+OUTPUTS = {
+    "simulate": {"--chrome": "json", "--png": "png", "--html": "html"},
+    "foresee": {"--chrome": "json", "--png": "png", "--html": "html", "--calibrate": "json"},
+    "plan": {"--chrome": "json", "--png": "png", "--html": "html", "--svg": "svg", "--csv": "csv"},
+    "plan all-reduce": {"--chrome": "json", "--png": "png", "--html": "html", "--svg": "svg"},
+}
+"""Their options that name an output file, each with the end of its name."""
+READ_OR_MADE = {("export", "--config"), ("tune", "--output")}
+"""Options with a file that is read, or whose folder the command makes."""
+
+
+def test_every_option_with_an_output_file_is_checked():
+    checkpoints = typer.main.get_command(app).commands["checkpoint"].commands
+    commands = {**typer.main.get_command(app).commands, **checkpoints}
+    commands["plan all-reduce"] = typer.main.get_command(collectives)
+    found = {(name, each.opts[0]) for name, one in commands.items() for each in one.params if each.metavar == "FILE"}
+    assert found - READ_OR_MADE == {(name, option) for name, options in OUTPUTS.items() for option in options}
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "suffix"),
+    [(name, option, suffix) for name, options in OUTPUTS.items() for option, suffix in options.items()],
+)
+def test_a_missing_folder_is_refused_before_the_work(monkeypatch, capfd, tmp_path, name, option, suffix):
+    (tmp_path / "train.py").write_text("open('begun', 'w')")
+    monkeypatch.setattr("echelon.cli.plan._make", None)  # the work of these two
+    monkeypatch.setattr("echelon.cli.plan_collective.build", None)
+    before, after = WITH_OUTPUT[name] if option != "--calibrate" else (["foresee"], [])
+    told = refusal(capfd, *before, option, f"no/a.{suffix}", *after)
+    assert told == f"cannot write no/a.{suffix}: the folder no does not exist; make it first: mkdir -p no"
+    assert not (tmp_path / "begun").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
 import typer
 from rich.console import Console as RichConsole
 
+from echelon.arguments import check_writable
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
-from echelon.cli.options import Chrome, Json, Png, check_suffixes, value
+from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
 from echelon.cli.output import AboveProgress, Counted, WarnedOnce, working, write, write_files
 from echelon.cli.run import console, no_ranks, note_misplaced
-from echelon.errors import FileError, InvalidWorldSize, LaunchError
+from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
 from echelon.wording import counted
 
@@ -73,15 +73,14 @@ class ForeseeOptions:
 
         Raises:
             LaunchError, ScheduleError, InvalidWorldSize: an option is missing or wrong.
+            FileError: an output file cannot be written.
         """
         if self.calibrate is not None:
             if self.program:
                 raise LaunchError(f"--calibrate {self.calibrate} takes no script: foresee it afterwards, with --gpu")
             if not self.calibrate.endswith(".json"):
                 raise LaunchError(f"--calibrate {self.calibrate}: give a file that ends in .json")
-            # Before the minute that it takes.
-            if not os.access(os.path.dirname(self.calibrate) or ".", os.W_OK) or os.path.isdir(self.calibrate):
-                raise FileError(f"cannot write {self.calibrate}: give a file in a folder that you can write to")
+            check_writable(self.calibrate)  # before the minute that it takes
             return
         if not self.program:
             raise LaunchError("give a script, as: echelon foresee -n 64 train.py")
@@ -98,10 +97,9 @@ class ForeseeOptions:
             raise LaunchError(f"--steps {self.steps}: give at least 1")
         if self.tokens is not None and self.tokens < 1:
             raise LaunchError(f"--tokens {self.tokens}: give at least 1")
-        check_suffixes(None, self.png)
-        pictures = {"--html": self.html, "--chrome": self.chrome, "--png": self.png}
-        if self.sweep is not None and (given := [name for name, path in pictures.items() if path is not None]):
-            raise LaunchError(f"{given[0]} with --sweep: a sweep has no pictures; foresee the best one by itself")
+        if self.sweep is not None and (option := next(iter(files_of(self)), None)):
+            raise LaunchError(f"{option} with --sweep: a sweep has no pictures; foresee the best one by itself")
+        check_files(self, pictures=["png"])
 
     def words(self) -> list[str]:
         """Returns the options as words of a command line, without --sweep and the output's."""

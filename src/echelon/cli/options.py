@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import typer
 from typer.models import OptionInfo
 
+from echelon.arguments import check_writable
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.cost import Amount
 from echelon.timeline.timeline import Time
@@ -101,13 +102,32 @@ def given(options: object, names: Iterable[str], read: Callable[[str, str], Any]
     return {name: read("--" + name.replace("_", "-"), text) for name, text in texts.items() if text is not None}
 
 
-def check_suffixes(svg: str | None, png: str | None, html: str | None = None) -> None:
-    """Checks the names of pictures, before any work is done.
+_FILES = ("svg", "png", "html", "chrome", "csv")
+"""Options of the commands that name an output file."""
+
+
+def files_of(options: object) -> dict[str, str]:
+    """Returns the output files that were asked for, by their options."""
+    paths = {f"--{name}": getattr(options, name, None) for name in _FILES}
+    return {option: path for option, path in paths.items() if path is not None}
+
+
+def check_files(options: object, pictures: Iterable[str] = ("svg", "png", "html")) -> None:
+    """Checks the names and the folders of output files, before any work is done.
+
+    Args:
+        options: options of a command.
+        pictures: options whose names end in their own format.
 
     Raises:
         ScheduleError: a name whose suffix is of another format.
+        FileError: a file cannot be written, since its folder is missing, say.
     """
     # The figure's format follows from the name, so `--svg a.png` would write a PNG.
-    for path, suffix in ((svg, ".svg"), (png, ".png"), (html, ".html")):
-        if path is not None and not path.lower().endswith(suffix):
-            raise ScheduleError(f"--{suffix[1:]} {path}: give a name that ends in {suffix}, such as plan{suffix}")
+    files = files_of(options)
+    for suffix in pictures:
+        path = files.get(f"--{suffix}")
+        if path is not None and not path.lower().endswith(f".{suffix}"):
+            raise ScheduleError(f"--{suffix} {path}: give a name that ends in .{suffix}, such as plan.{suffix}")
+    for path in files.values():
+        check_writable(path)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from echelon.arguments import choices
-from echelon.cli.options import Chrome, Html, Json, Png, Svg, amount, check_suffixes, given, one_number, value
+from echelon.cli.options import Chrome, Html, Json, Png, Svg, amount, check_files, given, one_number, value
 from echelon.cli.output import to_json, working, write, write_files
 from echelon.cli.plan_report import as_values, in_words, print_comparison, print_plan, values_compared, values_searched
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
@@ -120,6 +120,7 @@ class PlanOptions:
 
         Raises:
             ScheduleError: an option is missing, or does not go with another.
+            FileError: an output file cannot be written.
         """
         request = "--compare" if self.compare else "--search" if self.search else None
         # A file is put beside the named schedules.
@@ -141,7 +142,7 @@ class PlanOptions:
         if not self.compare:
             self._refuse("only --compare counts parameters; give --memory-limit instead", "parameters", "capacity")
         # Before the schedule is made: a search may take minutes.
-        check_suffixes(self.svg, self.png, self.html)
+        check_files(self)
         if self.is_file:  # it has its own sizes
             return
         if self.schedule is not None and self.schedule not in schedules.names():

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from echelon.bench.request import read_hosts, read_size
-from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_suffixes, given, one_number, value
+from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_files, given, one_number, value
 from echelon.cli.output import exact, print_table, write, write_files
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
 from echelon.collectives.plans.check import check, goal_of
@@ -86,7 +86,7 @@ def plan_collective(options: CollectiveOptions) -> None:
     """
     operation = _operation(options.operation)
     size = read_size("--bytes", options.num_bytes)
-    check_suffixes(options.svg, options.png, options.html)
+    check_files(options)
     costs = options.costs()  # a wrong cost is an error even where only names are listed
     console = Console(highlight=False)
     if options.algorithm is None:

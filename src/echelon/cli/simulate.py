@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.progress import Progress
 
 from echelon.cli import fault_text
-from echelon.cli.options import Chrome, Html, Png, check_suffixes, value
+from echelon.cli.options import Chrome, Html, Png, check_files, value
 from echelon.cli.output import write_files
 from echelon.cli.run import console, no_ranks, note_misplaced
 from echelon.errors import InvalidWorldSize, LaunchError
@@ -67,6 +67,7 @@ class SimulateOptions:
 
         Raises:
             LaunchError, ScheduleError: an option is missing or wrong.
+            FileError: an output file cannot be written.
         """
         if self.num_ranks is None:
             raise LaunchError(no_ranks("simulate", self.program, self.args or []))
@@ -80,7 +81,7 @@ class SimulateOptions:
             for name in ("memory", "chrome", "png", "html"):
                 if getattr(self, name):
                     raise LaunchError(f"--{name} with --explore: many runs have many results; give one --seed instead")
-        check_suffixes(None, self.png, self.html)
+        check_files(self)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `echelon.simulate` that are the same for every seed."""
