@@ -13,6 +13,9 @@ from echelon.cli import main
 from echelon.cli.app import app, collectives
 from tests.helpers.commands import imported_by, printed, refusal
 
+PLAIN = str(Path(__file__).with_name("conftest.py"))
+"""A file that names no option."""
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -34,6 +37,20 @@ from tests.helpers.commands import imported_by, printed, refusal
             "-n2 stands after the script, which gets it; options go before: echelon run -n 2 s",
         ),
         (["run", "s.py", "--num-ranks=4"], "--num-ranks=4 stands after the script, which gets it; options go before: "),
+        (
+            ["run", PLAIN, "--epochs", "4", "--grace=2", "-n", "2", "--quiet"],
+            "--grace=2, -n and --quiet stand after the script, which gets them; options go before: "
+            f"echelon run --grace 2 -n 2 --quiet {PLAIN} --epochs 4",
+        ),
+        (
+            ["run", "-m", "json.tool", "--grace", "2", "-n", "2"],
+            "-n stands after the script, which gets it; options go before: echelon run -n 2 -m json.tool --grace 2",
+        ),
+        (
+            ["foresee", PLAIN, "--gpu", "a100"],
+            "-n is missing, and --gpu stands after the script, which gets it; options go before: "
+            f"echelon foresee -n 2 --gpu a100 {PLAIN}",
+        ),
         (["run", "--ranks", "2", __file__], "No such option: --ranks"),
         (
             ["run", "--backend", "tcp", __file__],

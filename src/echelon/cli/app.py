@@ -144,8 +144,14 @@ def _unknown_option(error: Any) -> str:
     if error.ctx.command.name == "run" and (advice := _OF_CLUSTERS.get(name)):
         return f"No such option: {name}; {advice}"
     other = _OF_OTHER_LAUNCHERS.get(name, "")
-    near = [other] if other in known else difflib.get_close_matches(name, known, n=1)
-    return f"No such option: {name}{f'; did you mean {near[0]}?' if near else ''}"
+    if other in known:
+        return f"No such option: {name}; did you mean {other}?"
+    near = difflib.get_close_matches(name, known, n=1)
+    told = f"No such option: {name}{f'; did you mean {near[0]}?' if near else ''}"
+    if not any(each.name == "program" for each in error.ctx.command.params):
+        return told
+    # Of a launcher and a script, the script has more options.
+    return f"{told}{' Options' if near else '; options'} of the script come after its name"
 
 
 _OF_OTHER_COMMANDS = {

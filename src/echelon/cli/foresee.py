@@ -14,9 +14,10 @@ from rich.console import Console as RichConsole
 from echelon.arguments import check_writable
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
+from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
 from echelon.cli.output import AboveProgress, Counted, WarnedOnce, working, write, write_files
-from echelon.cli.run import console, no_ranks, note_misplaced
+from echelon.cli.run import console
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
 from echelon.wording import counted
@@ -85,7 +86,7 @@ class ForeseeOptions:
         if not self.program:
             raise LaunchError("give a script, as: echelon foresee -n 64 train.py")
         if self.num_ranks is None:
-            raise LaunchError(no_ranks("foresee", self.program, self.args or []))
+            raise LaunchError(no_ranks(foresee, self.program, self.args or [], is_module=self.module))
         if self.num_ranks < 1:
             raise InvalidWorldSize(f"-n {self.num_ranks}: give at least 1 rank")
         if "," in self.gpu and not self.gpu.endswith(".json"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from fractions import Fraction
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
@@ -49,19 +49,22 @@ def command(function: Callable[[_Options], int | None]) -> Callable[..., int | N
     return run
 
 
-def long_options(command: Callable[..., object]) -> Iterator[str]:
-    """Yields the options of a command that begin with two dashes."""
+def options_of(command: Callable[..., object]) -> dict[str, bool]:
+    """Returns the names of a command's options, long and short, each with whether a value follows."""
     parameters = inspect.signature(command, eval_str=True).parameters
     # As in `command`.
     options = next(iter(parameters.values())).annotation
     if is_dataclass(options):
         parameters = inspect.signature(cast("type", options), eval_str=True).parameters
+    found: dict[str, bool] = {}
     for name, parameter in parameters.items():
         for each in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(each, OptionInfo):
                 # Inside of Annotated, typer takes the first name for a default.
                 names = [word for word in (each.default, *(each.param_decls or ())) if isinstance(word, str)]
-                yield from [word for word in names if word.startswith("--")] or [f"--{name.replace('_', '-')}"]
+                has_value = parameter.annotation.__origin__ is not bool
+                found |= dict.fromkeys(names or [f"--{name.replace('_', '-')}"], has_value)
+    return found
 
 
 # Above every real cost; sums of such values still fit a float.

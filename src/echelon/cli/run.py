@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from echelon.cli.options import long_options
+from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.errors import LaunchError
 from echelon.launch.report import GRACE
 from echelon.launch.run import Console, Program
@@ -40,7 +38,7 @@ def run(
     """
     # Not typer's own error, which would not show the -n that stands after the script.
     if num_ranks is None:
-        raise LaunchError(no_ranks("run", program, args or []))
+        raise LaunchError(no_ranks(run, program, args or [], is_module=module))
     shown = _with_bars(console())
     if not quiet:
         note_misplaced(shown, run, program, args or [])
@@ -69,48 +67,6 @@ def _with_bars(shown: Console) -> Console:
     # 0 on a terminal that does not know, such as that of some editors.
     columns = os.get_terminal_size(sys.stderr.fileno()).columns or shown.columns
     return replace(shown, stdout=stdout, stderr=status.above(shown.stderr), status=status, columns=columns)
-
-
-def no_ranks(command: str, program: str, args: Sequence[str]) -> str:
-    """Returns an error text for a missing -n. Points out an -n that stands after the script."""
-    for place, word in enumerate(args):
-        if found := re.fullmatch(r"(-n|--num-ranks)(?:=?(\d+))?", word):
-            value = found[2] or "".join(args[place + 1 : place + 2])
-            wanted = f"echelon {command} -n {value} {program}"
-            return f"{word} stands after the script, which gets it; options go before: {wanted}"
-    if program.isdecimal() and args:  # echelon run 2 train.py
-        return f"{program} is taken for the script: write echelon {command} -n {program} {' '.join(args)}"
-    return f"Missing option '-n' / '--num-ranks': say how many ranks to start: echelon {command} -n 2 {program}"
-
-
-def note_misplaced(shown: Console, command: Callable[..., object], program: str, args: Sequence[str]) -> None:
-    """Writes a line on options of a command that stand after a script which seems to have none of these names.
-
-    Args:
-        shown: output of the launcher.
-        command: the command as a function, with its options as parameters.
-        program: path of the script.
-        args: words after it.
-    """
-    given = dict.fromkeys(word.partition("=")[0] for word in args)
-    known = set(long_options(command)).intersection(given)
-    try:
-        with open(program, encoding="utf-8", errors="replace") as file:
-            source = file.read() if known else ""
-    except OSError:  # a module, or a mistake that the command itself answers
-        return
-    misplaced = [option for option in given if option in known and not _declares(source, option)]
-    if misplaced:
-        verb, them = ("stands", "it") if len(misplaced) == 1 else ("stand", "them")
-        shown.say(
-            f"note: {' and '.join(misplaced)} {verb} after the script, which gets {them}; options of echelon "
-            f"{command.__name__} go before {program}"
-        )
-
-
-def _declares(source: str, option: str) -> bool:
-    """Whether a script may have an option: as a text, or as a parameter or field with a type."""
-    return bool(re.search(rf"{option}\b|\b{option[2:].replace('-', '_')}\s*:", source))
 
 
 def _shows_color(is_terminal: bool) -> bool:

@@ -11,9 +11,10 @@ from rich.console import Console as RichConsole
 from rich.progress import Progress
 
 from echelon.cli import fault_text
+from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Html, Png, check_files, value
 from echelon.cli.output import write_files
-from echelon.cli.run import console, no_ranks, note_misplaced
+from echelon.cli.run import console
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.run import BY_ITSELF, Console, MarkedStream, Program
 from echelon.wording import counted
@@ -70,7 +71,7 @@ class SimulateOptions:
             FileError: an output file cannot be written.
         """
         if self.num_ranks is None:
-            raise LaunchError(no_ranks("simulate", self.program, self.args or []))
+            raise LaunchError(no_ranks(simulate, self.program, self.args or [], is_module=self.module))
         if self.num_ranks < 1:
             raise InvalidWorldSize(f"-n {self.num_ranks}: a world has at least 1 rank: give -n 1 or more")
         if self.costs not in (None, "measured"):
