@@ -1,5 +1,6 @@
 """`echelon simulate`: scripts on simulated ranks, run by the command in this process."""
 
+import builtins
 import functools
 import logging
 import os
@@ -11,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections import namedtuple
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -856,3 +858,18 @@ def test_a_signal_from_outside_ends_a_rank_that_sleeps(write, tmp_path):
     assert "runs, at script.py:2: print('sleeps'), time.sleep(60)" in err
     assert "has not begun" in err
     assert time.monotonic() - began < 30
+
+
+def test_a_long_simulation_is_under_way(simulate, write, monkeypatch):
+    """It was silent for as long as its ranks were, such as while a pipeline is traced."""
+    under_way = []
+
+    @contextmanager
+    def working(what):
+        under_way.append(what)
+        yield
+        under_way.clear()
+
+    monkeypatch.setattr("echelon.cli.simulate.working", working)
+    monkeypatch.setattr(builtins, "under_way", under_way, raising=False)
+    assert simulate("-n", 1, write("print(under_way)")).out == "[0] ['simulating 1 rank']\n"

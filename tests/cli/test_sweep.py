@@ -301,9 +301,11 @@ def test_a_signal_ends_a_sweep_with_its_table(number, status, tmp_path):
     words = ["foresee", "-n", "1", *is_json, "--sweep", "{slow,fast,slow}", "train.py"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-P", "-m", "echelon", *words], cwd=tmp_path, **pipes) as process:
+        begun = process.stderr.readline()
         first = process.stderr.readline()
         process.send_signal(number)
         out, err = process.communicate()
+    assert begun == f"echelon: foreseeing 3 combinations of arguments, {sweep_module.at_once(3)} at once\n"
     assert first.startswith("echelon: 1 of 3: fast takes ")
     assert f"echelon: ended by {number.name}: 2 of 3 combinations left out\n" in err
     assert process.returncode == status

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _BLOCK = re.compile(r"^```(python|py title=\"[^\"]+\"|console)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M | re.S)
-_LONG_WORK = re.compile(r"^echelon: (?:.* so far|\d+ of \d+: .*)\n", re.M)
+_LONG_WORK = re.compile(r"^echelon: (?:.* so far|foreseeing .* at once|\d+ of \d+: .*)\n", re.M)
 """Lines on long work, which come by the clock: a slow machine prints others, in another order."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
@@ -16,8 +15,8 @@ from echelon.cli import sweep
 from echelon.cli.combinations import combinations
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
-from echelon.cli.output import AboveProgress, Counted, WarnedOnce, working, write, write_files
-from echelon.cli.run import console
+from echelon.cli.output import Counted, WarnedOnce, working, write, write_files
+from echelon.cli.run import above_progress, console
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
 from echelon.wording import counted
@@ -142,17 +141,17 @@ def foresee(options: ForeseeOptions) -> int:
     note_misplaced(shown, foresee, options.program, options.args or [])
     if options.sweep is not None:
         return _sweep(options, options.sweep)
-    # Late: it imports torch, which takes seconds that `--help` need not wait.
-    from echelon.foresight.run import foresee_script
-
     program = Program(options.program, tuple(options.args or ()), is_module=options.module)
     # Standard output is JSON alone with --json.
     printed = Counted(shown.stderr if options.json else shown.stdout)
     warned = WarnedOnce(shown.stderr)
-    of_script = _above_progress(replace(shown, stdout=cast("BinaryIO", printed), stderr=cast("BinaryIO", warned)))
+    of_script = above_progress(replace(shown, stdout=cast("BinaryIO", printed), stderr=cast("BinaryIO", warned)))
     try:
         # Those of a sweep, and other programs, ask for JSON: lines of time would stand among the errors they read.
         with working(f"foreseeing {options.num_ranks} ranks", plain_after=None if options.json else 10.0):
+            # Late: it imports torch, which takes seconds that `--help` need not wait.
+            from echelon.foresight.run import foresee_script
+
             outcome = foresee_script(program, options.num_ranks, of_script, **options.arguments())
     except KeyboardInterrupt:
         shown.say("ended by SIGINT")
@@ -178,14 +177,6 @@ def foresee(options: ForeseeOptions) -> int:
     return 0 if seen.fits else 1
 
 
-def _above_progress(shown: Console) -> Console:
-    """Returns the same output for a program that runs while the progress is shown, if it is."""
-    if not sys.stderr.isatty():
-        return shown
-    out, err = (cast("BinaryIO", AboveProgress(each, shown.stderr)) for each in (shown.stdout, shown.stderr))
-    return replace(shown, stdout=out, stderr=err)
-
-
 def _calibrate(path: str, gpu: str) -> int:
     # Late: they import torch.
     import torch
@@ -208,6 +199,9 @@ def _sweep(options: ForeseeOptions, text: str) -> int:
     each = combinations("--sweep", text)
     shown = RichConsole(stderr=True, highlight=False)
     program = [options.program, *(options.args or [])]
+    # The first combination may take a minute.
+    number = counted(len(each), "combination")
+    write(shown, f"echelon: foreseeing {number} of arguments, {sweep.at_once(len(each))} at once")
     with sweep.ending_by_sigterm():
         found, num_left, signal = sweep.sweep(
             *(options.words(), program, each),

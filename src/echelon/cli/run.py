@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, BinaryIO, cast
 
 import typer
 
 from echelon.cli.misplaced import no_ranks, note_misplaced
+from echelon.cli.output import AboveProgress
 from echelon.errors import LaunchError
 from echelon.launch.report import GRACE
 from echelon.launch.run import Console, Program
@@ -56,6 +57,14 @@ def console() -> Console:
         color_stdout=_shows_color(sys.stdout.isatty()),
         color_stderr=_shows_color(sys.stderr.isatty()),
     )
+
+
+def above_progress(shown: Console) -> Console:
+    """Returns the same output for a program that runs while the progress is shown, if it is."""
+    if not sys.stderr.isatty():
+        return shown
+    out, err = (cast("BinaryIO", AboveProgress(each, shown.stderr)) for each in (shown.stdout, shown.stderr))
+    return replace(shown, stdout=out, stderr=err)
 
 
 def _with_bars(shown: Console) -> Console:

@@ -13,8 +13,8 @@ from rich.progress import Progress
 from echelon.cli import fault_text
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Html, Png, check_files, value
-from echelon.cli.output import write_files
-from echelon.cli.run import console
+from echelon.cli.output import working, write_files
+from echelon.cli.run import above_progress, console
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.run import BY_ITSELF, Console, MarkedStream, Program
 from echelon.wording import counted
@@ -143,7 +143,8 @@ def simulate(options: SimulateOptions) -> int:
 
 
 def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) -> int:
-    outcome = _outcome(options, arguments, options.seed, shown)
+    with working(f"simulating {counted(options.num_ranks or 0, 'rank')}"):
+        outcome = _outcome(options, arguments, options.seed, above_progress(shown))
     if outcome.failure is not None:
         _tell(outcome.failure, shown)
         for path in filter(None, (options.png, options.html, options.chrome)):

@@ -238,6 +238,11 @@ def smaller_batches(arguments: Sequence[str]) -> str:
     return ""
 
 
+def at_once(num_commands: int) -> int:
+    """Returns how many processes of a sweep run at the same time."""
+    return min(_WORKERS, os.cpu_count() or 1, num_commands)
+
+
 def run_all(commands: Sequence[Sequence[str]], shown: Console) -> Generator[tuple[int, Ended], None, None]:
     """Runs `echelon` with each list of arguments, two at a time where cores allow; see `RunAll`.
 
@@ -246,7 +251,7 @@ def run_all(commands: Sequence[Sequence[str]], shown: Console) -> Generator[tupl
         shown: console on which the progress is shown meanwhile, if it is a terminal.
     """
     processes = _Processes()
-    with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(at_once(len(commands))) as pool:
         try:
             running = {pool.submit(processes.run, command): number for number, command in enumerate(commands)}
             hides = not shown.is_terminal
