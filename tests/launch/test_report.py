@@ -63,7 +63,7 @@ def test_a_rank_that_wrote_nothing_has_no_report(tmp_path):
 
 
 ADVICE = {
-    "Torch not compiled with CUDA enabled": "use x.to(group.device) in place of x.cuda(), or run the script for GPUs",
+    "Torch not compiled with CUDA enabled": "keep tensors on the CPU, as x.to(group.device) does, or",
     "Distributed package doesn't have NCCL built in": "this build of torch has no NCCL: give init_process_group 'gloo'",
 }
 

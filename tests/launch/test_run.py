@@ -510,6 +510,25 @@ def test_a_backend_that_was_not_registered_comes_with_advice(script):
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (
+            "AssertionError('Torch not compiled with CUDA enabled')",
+            "keep tensors on the CPU, as x.to(group.device) does",
+        ),
+        ("RuntimeError('No CUDA GPUs are available')", "keep tensors on the CPU, as x.to(group.device) does"),
+        ('RuntimeError("Distributed package doesn\'t have NCCL built in")', "give init_process_group 'gloo'"),
+    ],
+)
+def test_a_script_for_gpus_without_a_group_comes_with_advice(script, error, advice):
+    """Only a script with a group of Echelon got it."""
+    *_, last = run(2, script(f"raise {error}")).err.splitlines()
+    assert advice in last
+    assert last.startswith("echelon: all 2 ranks failed alike: each exited with status 1: ")
+    assert last.endswith(", or run the script for GPUs that are not there by echelon foresee")
+
+
 def test_the_last_words_of_a_stream_are_the_exception_or_the_last_line():
     def words(text):
         stream = MarkedStream(1, io.BytesIO())

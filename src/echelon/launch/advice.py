@@ -20,19 +20,30 @@ from echelon.errors import message_of
 from echelon.hint import Hint
 
 _NO_GPU = (
-    "torch finds no GPU here: use x.to(group.device) in place of x.cuda(), or run the script for GPUs that are not "
-    "there by echelon foresee"
+    "torch finds no GPU here: keep tensors on the CPU, as x.to(group.device) does, or run the script for GPUs that are "
+    "not there by echelon foresee"
 )
-_ON_TEXTS = {
+_ON_TORCH = {
     **dict.fromkeys(
         (
             *("Torch not compiled with CUDA enabled", "'_cuda_setDevice'", "torch.cuda.Stream requires CUDA support"),
-            *("Found no NVIDIA driver on your system", "Cannot access accelerator device when none is available"),
+            *(
+                "Found no NVIDIA driver on your system",
+                "No CUDA GPUs are available",
+                "Cannot access accelerator device when none is available",
+            ),
         ),
         _NO_GPU,
     ),
     "Distributed package doesn't have NCCL built in": "this build of torch has no NCCL: give init_process_group "
     "'gloo', or run the script for GPUs that are not there by echelon foresee",
+    "ProcessGroupNCCL is only supported with GPUs": "NCCL needs GPUs, and torch finds none here: give "
+    "init_process_group 'gloo', or run the script for GPUs that are not there by echelon foresee",
+    "Unknown backend type echelon": "import echelon.interop.torch_distributed first, which registers it",
+}
+"""Advice by a part of the error's text, for programs without a group of Echelon, too."""
+_ON_TEXTS = {
+    **_ON_TORCH,
     **dict.fromkeys(
         (
             *("'ProcessGroup' object is not ", "argument of type 'ProcessGroup'", "non-iterable ProcessGroup object"),
@@ -95,6 +106,11 @@ _MEANT = {
 """Arguments that other libraries have for these calls, with advice."""
 _PEERS = {"dst": "the rank that gets it, as dst=0", "src": "the rank that has it, as src=0"}
 _ANY_SOURCE = "; recv_any() takes a message of any rank"
+
+
+def advice_on_last_words(words: str) -> str:
+    """Returns advice for a rank without a group of Echelon, from the last line of its traceback. Empty for others."""
+    return next((advice for part, advice in _ON_TORCH.items() if part in words), "")
 
 
 def advise(error: BaseException) -> None:

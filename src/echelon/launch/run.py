@@ -31,6 +31,7 @@ from typing import BinaryIO
 
 from echelon.errors import InvalidWorldSize, LaunchError, one_line
 from echelon.launch import report, whereabouts
+from echelon.launch.advice import advice_on_last_words
 from echelon.launch.environment import on_one_host, without_launcher
 from echelon.launch.report import (
     ERROR_FILE,
@@ -232,9 +233,9 @@ class RankProcess:
             return reported
         code = self._process.returncode
         words = last_words if code > 0 else ""  # a signal's name says more
-        words += next((f": {advice}" for text, advice in _ADVICE.items() if text in words), "")
         summary = f"{describe_exit(code)}{f': {words}' if words else ''}"
-        return RankFailure(rank=self.rank, at=at, summary=summary, status=exit_status(code))
+        hint = advice_on_last_words(words)
+        return RankFailure(rank=self.rank, at=at, summary=summary, status=exit_status(code), hint=hint)
 
     def reported(self) -> RankFailure | None:
         """Returns the failure that the rank reported itself. None if it did not."""
@@ -275,10 +276,6 @@ _RECENT_LINES = 50
 
 _LONGEST_WORDS = 300
 """Most characters of a rank's last words in a message."""
-
-
-_ADVICE = {"Unknown backend type echelon": "import echelon.interop.torch_distributed first, which registers it"}
-"""Advice for errors of torch that Echelon is the reason for, by a part of their text."""
 
 
 class MarkedStream:
