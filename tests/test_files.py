@@ -6,6 +6,7 @@ import os
 import pytest
 
 from echelon.arguments import check_writable, reading, writing
+from echelon.call_site import shortened
 from echelon.errors import EchelonError, FileError, InvalidArgument
 from echelon.pipeline import Schedule, schedules
 
@@ -86,6 +87,24 @@ def test_a_good_path_is_not_written_by_its_check(tmp_path):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileError, match=rf"cannot read plan\.csv: there is no such file in {tmp_path}; give the path"):
         Schedule.from_csv("plan.csv")
+
+
+def test_files_below_the_working_folder_are_named_as_from_there(monkeypatch, tmp_path):
+    text = f"at {tmp_path}/a.py:1, called from ({tmp_path}/b/c.py:2), '{tmp_path}/d.py', not {tmp_path}x/a.py"
+    assert shortened(text) == f"at a.py:1, called from (b/c.py:2), 'd.py', not {tmp_path}x/a.py"
+    inner = f"/mnt{tmp_path}/a.py"
+    assert shortened(inner) == inner
+    monkeypatch.chdir("/")
+    assert shortened("at /a/b.py") == "at /a/b.py"
+
+
+def test_a_working_folder_that_was_removed_shortens_nothing(monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert shortened(f"at {gone}/a.py") == f"at {gone}/a.py"
+    monkeypatch.chdir(tmp_path)
 
 
 def test_a_full_disk():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from types import CodeType, FrameType
@@ -144,6 +145,16 @@ def source_line(path: str, line: int) -> str:
     """Returns "file:line: source text" of a line. Only the file and the line if the source cannot be read."""
     text = linecache.getline(path, line).strip()
     return f"{path}:{line}{text and f': {text}'}"
+
+
+def shortened(text: str) -> str:
+    """Returns a text with the files below the working folder named as from there."""
+    try:
+        folder = os.path.join(os.getcwd(), "")
+    except FileNotFoundError:  # it was removed
+        return text
+    # Every path begins with the root, and a path may have the working folder's inside.
+    return text if folder == os.sep else re.sub(rf"(?<![\w./-]){re.escape(folder)}", "", text)
 
 
 def _line(place: Place) -> int:

@@ -275,6 +275,24 @@ def test_the_first_and_the_last_line_have_the_hint(script, tmp_path, text):
     assert lines[-1].endswith(": do that")
 
 
+def test_files_are_named_as_from_the_working_folder(script, tmp_path, monkeypatch):
+    """As `echelon simulate` names them."""
+    path = script(
+        textwrap.dedent(REPORTING)
+        + textwrap.dedent("""
+        if rank == 1:
+            raise KeyError("the cause")
+        wait_for("aborted1")
+        raise PeerFailed(1, "KeyError: the cause")
+    """)
+    )
+    monkeypatch.chdir(tmp_path)
+    first, *_, then, cause = run(2, path, str(tmp_path)).err.splitlines()
+    assert re.fullmatch(r"echelon: rank 1 raised KeyError: 'the cause' \(script\.py:\d+\)", first)
+    assert re.search(r" \(script\.py:\d+\)$", then)
+    assert re.search(r" \(script\.py:\d+\)$", cause)
+
+
 def test_a_long_error_is_told_once(script, tmp_path):
     path = script(
         textwrap.dedent(REPORTING)
@@ -396,6 +414,16 @@ def test_a_signal_prints_where_the_ranks_are(script, number, tmp_path):
     pattern = rf"echelon: rank(s 0 and 1 were| \d was) at {re.escape(path)}:\d+: (print|threading\.Event).*"
     assert places
     assert all(re.fullmatch(pattern, line) for line in places), places
+
+
+def test_places_are_named_as_from_the_working_folder(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = script(textwrap.dedent(REPORTING) + "print('there')\nthreading.Event().wait()\n")
+    with started(1, path, str(tmp_path)) as launcher:
+        launcher.stdout.readline()
+        launcher.send_signal(signal.SIGTERM)
+        _, err = launcher.communicate(timeout=20)
+    assert re.fullmatch(r"echelon: rank 0 was at script\.py:\d+: .*", err.splitlines()[1])
 
 
 def test_places_are_told_once_for_ranks_at_the_same_line():

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console as RichConsole
 from rich.progress import Progress
 
+from echelon.call_site import shortened
 from echelon.cli import fault_text
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Html, Png, check_files, value
@@ -134,11 +135,8 @@ def simulate(options: SimulateOptions) -> int:
         return _run(options, arguments, shown)
     except KeyboardInterrupt as interrupt:
         shown.say("ended by SIGINT")
-        if notes := getattr(interrupt, "__notes__", ()):  # else torch may be half imported
-            from echelon.simulation.script.run import shortened
-
-            for line in "\n".join(notes).splitlines():
-                shown.say(shortened(line))
+        for line in "\n".join(getattr(interrupt, "__notes__", ())).splitlines():
+            shown.say(shortened(line))
         return 130
 
 
@@ -210,8 +208,6 @@ def _tell(failure: Failure, shown: Console) -> None:
 
 
 def _tell_notes(simulation: Simulation, shown: Console) -> None:
-    from echelon.simulation.script.run import shortened
-
     for note in simulation.notes:
         shown.say(f"note: {shortened(note)}")
 

@@ -12,6 +12,7 @@ from echelon.backends.formats.wire import Tag
 from echelon.backends.message_cycle import ends_within
 from echelon.backends.status import ANSWER_SECONDS, Question
 from echelon.backends.work import Work
+from echelon.call_site import shortened
 from echelon.collectives.calls.hang_diagnosis import WARN_SECONDS, silence
 from echelon.errors import PeerFailed, Timeout
 from echelon.operation_records import OperationRecord
@@ -71,7 +72,7 @@ def wait_for(
             text = f"rank {backend.rank} in {work.flight or work.description}: waited {now - begun:.1f} s for {where}"
             if now >= deadline:
                 raise Timeout(text, where.ranks)
-            logger.warning(text)
+            logger.warning("%s", shortened(text))
             warns_at = now + WARN_SECONDS
         except PeerFailed as error:
             if error.operation:

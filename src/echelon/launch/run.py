@@ -29,6 +29,7 @@ from functools import partial
 from itertools import takewhile
 from typing import BinaryIO
 
+from echelon.call_site import shortened
 from echelon.errors import InvalidWorldSize, LaunchError, one_line
 from echelon.launch import report, whereabouts
 from echelon.launch.advice import advice_on_last_words
@@ -417,21 +418,24 @@ class FailureLog:
         if self._explained is None:
             self._explain(cause)
         if are_alike(self._failures, num_ranks):
-            self._console.say(f"all {num_ranks} ranks failed alike: each {cause.brief}")
+            self._say(f"all {num_ranks} ranks failed alike: each {cause.brief}")
             return cause.status
         after = consequences(cause, (failure for failure in self._failures if failure.rank != cause.rank))
         if silent := ended - self.ranks:
             after.append(f"{listed(silent)} went on for {grace:g} s and {'was' if len(silent) == 1 else 'were'} ended")
         for line in after:
-            self._console.say(f"then {line}")
+            self._say(f"then {line}")
         # Last, where one looks: below the traceback, and the failures that it led to.
         if after or cause.traceback:
-            self._console.say(f"root cause: rank {cause.rank} {cause.brief}")
+            self._say(f"root cause: rank {cause.rank} {cause.brief}")
         return cause.status
+
+    def _say(self, text: str) -> None:
+        self._console.say(shortened(text))
 
     def _explain(self, failure: RankFailure) -> None:
         self._explained = failure
-        self._console.say(f"rank {failure.rank} {failure.hinted}")
+        self._say(f"rank {failure.rank} {failure.hinted}")
         trace = MarkedStream(failure.rank, self._console.stderr, color=self._console.color_stderr)
         trace.feed(failure.told_once(failure.traceback).encode(errors="backslashreplace"))
         trace.finish()
@@ -476,7 +480,7 @@ class Launcher:
         if self._interrupted_by:
             self._console.say(f"ended by {signal.Signals(self._interrupted_by).name}")
             for line in self._places:
-                self._console.say(line)
+                self._console.say(shortened(line))
             self._tell_of_checkpoint()
             return 128 + self._interrupted_by
         status = self._failures.conclude(len(environs), self._ended, self._grace)

@@ -18,7 +18,7 @@ from echelon.backends.base import Backend
 from echelon.backends.message_cycle import chain, described
 from echelon.backends.status import ANSWER_SECONDS, Question, Standing, Status, wait_behind
 from echelon.backends.work import is_waited_for
-from echelon.call_site import may_run_in_other_threads
+from echelon.call_site import may_run_in_other_threads, shortened
 from echelon.collectives.calls.difference import SAME_CALLS, advice_on, lone
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
 from echelon.operation_records import CALLED_FROM, FlightRecorder, OperationRecord
@@ -82,7 +82,7 @@ class HangDiagnosis:
         # Apart from the checks, which are more frequent while the peer is in another group.
         if self._backend.now() >= self._warns_at:
             self._warns_at = self._begun + _whole_minutes(waited) + WARN_SECONDS
-            logger.warning("rank %d in %s: %s", self._backend.rank, self._flight, self.timeout())
+            logger.warning("%s", shortened(f"rank {self._backend.rank} in {self._flight}: {self.timeout()}"))
         status = self._ask([peer]).get(peer)
         # The message may have come while the query was in flight; then a peer that is past the operation is no error.
         if status is None or has_come():

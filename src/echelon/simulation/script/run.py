@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from echelon.call_site import is_own
+from echelon.call_site import is_own, shortened
 from echelon.errors import EchelonError, status_of
 from echelon.launch.report import describe, folded
 from echelon.launch.run import Console, Program
@@ -109,8 +108,3 @@ def _without_notes(error: BaseException) -> BaseException:
     notes = getattr(error, "__notes__", [])
     notes[:] = [note for note in notes if not note.startswith("raised on rank ")]
     return error
-
-
-def shortened(text: str) -> str:
-    """Returns a text with the files below the working folder named as from there."""
-    return text.replace(os.path.join(os.getcwd(), ""), "")
