@@ -14,6 +14,7 @@ from collections import namedtuple
 
 import pytest
 
+import echelon
 from echelon.cli.foresee import foresee
 from echelon.cli.misplaced import note_misplaced
 from echelon.cli.options import options_of
@@ -367,14 +368,15 @@ def test_a_rank_that_reported_but_does_not_leave_is_still_the_cause(script, tmp_
 
 
 UNKNOWN = (
-    "where the ranks were is not known, as none has a group of Echelon: run a script that hangs by echelon simulate, "
-    "or on the backend of echelon.interop"
+    "where the ranks were is not known, as none has answered: run a script that hangs by echelon simulate, or on the "
+    "backend of echelon.interop"
 )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks(script, number):
     path = script("""
+        signal.signal(signal.SIGRTMAX - 7, signal.SIG_IGN)  # it answers no questions
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             print(os.getpid())
@@ -426,6 +428,86 @@ def test_places_are_named_as_from_the_working_folder(script, tmp_path, monkeypat
     assert re.fullmatch(r"echelon: rank 0 was at script\.py:\d+: .*", err.splitlines()[1])
 
 
+HANGING = """
+if rank == 0:
+    import threading
+    print(sorted({"torch", "echelon"} & set(sys.modules)))
+    threading.Event().wait()
+"""
+"""Each rank answers, though no rank has a group, and rank 1 has ended."""
+
+
+def test_a_rank_without_a_group_says_where_it_is(script):
+    path = script(HANGING)
+    with started(2, path) as launcher:
+        assert launcher.stdout.readline() == "[0] []\n", "nothing of Echelon is imported for that"
+        launcher.send_signal(signal.SIGTERM)
+        _, err = launcher.communicate(timeout=20)
+    assert re.search(rf"^echelon: rank 0 was at {re.escape(path)}:\d+: (print|threading)", err, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ranks_that_hang_in_gloo_say_where_they_are(script):
+    path = script("""
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        threading.Timer(1.0, print, ["there"]).start()
+        if rank == 0:
+            dist.all_reduce(torch.ones(2))
+        else:
+            dist.recv(torch.ones(3), 0)
+    """)
+    with started(2, path) as launcher:
+        for _ in range(2):
+            launcher.stdout.readline()
+        launcher.send_signal(signal.SIGTERM)
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    told = [re.sub(r" at .*:\d+:", ":", line) for line in err.splitlines() if " was at " in line]
+    assert told == [
+        "echelon: rank 0 was: dist.all_reduce(torch.ones(2))",
+        "echelon: rank 1 was: dist.recv(torch.ones(3), 0)",
+    ]
+
+
+def test_a_rank_that_has_become_another_program_is_not_asked(script):
+    """The question would end it, before its own answer to SIGTERM."""
+    path = script("""
+        program = "trap 'echo ended well; exit' TERM; echo there; while :; do sleep 0.1; done"
+        os.execv("/bin/sh", ["sh", "-c", program])
+    """)
+    with started(1, path) as launcher:
+        launcher.stdout.readline()
+        launcher.send_signal(signal.SIGTERM)
+        out, err = launcher.communicate(timeout=20)
+    assert out == "[0] ended well\n"
+    assert UNKNOWN in err
+
+
+@pytest.mark.parametrize("before", [None, "", "other", "other:more"])
+def test_a_program_sees_nothing_of_the_start_of_its_rank(script, tmp_path, monkeypatch, before):
+    """A sitecustomize of the user runs, too."""
+    for name in ("other", "more"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other" / "sitecustomize.py").write_text("import builtins\nbuiltins.seen = 'yes'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    needed = os.path.dirname(os.path.dirname(echelon.__file__))
+    value = None if before is None else os.pathsep.join(filter(None, (before, needed)))
+    ended = run(
+        1,
+        script("""
+            at_start = [path for path in sys.path if "at_start" in path]
+            seen = globals()["__builtins__"].__dict__.get("seen")
+            print(os.environ.get("PYTHONPATH"), seen, at_start)
+        """),
+        **({} if value is None else {"PYTHONPATH": value}),
+    )
+    assert ended.out == f"[0] {value} {'yes' if before and 'other' in before else None} []\n"
+
+
 def test_places_are_told_once_for_ranks_at_the_same_line():
     stack = 'Current thread (most recent call first):\n  File "{}", line 1 in wait\n  File "no.py", line 7 in main\n'
     place = whereabouts.place_in(stack.format(threading.__file__))
@@ -435,7 +517,7 @@ def test_places_are_told_once_for_ranks_at_the_same_line():
     assert whereabouts.in_words({0: place, 1: place, 2: "", 3: "end"}, [4]) == [
         "ranks 0 and 1 were at no.py:7",
         "rank 3 was at end",
-        "rank 2 has no group yet, or did not answer",
+        "rank 2 did not answer",
         "rank 4 had ended",
     ]
     assert whereabouts.in_words({0: ""}, [1]) == [UNKNOWN]

@@ -34,7 +34,7 @@ def run(
 
     Writes a line on ranks, threads and backend to stderr, and at the end the first cause of a failure. Marks each line
     of output with its rank. When a rank fails, the others are ended, and the exit status is that of the first failed
-    rank. Ctrl-C and SIGTERM end all ranks, and print where those with a group were. Options go before SCRIPT; words
+    rank. Ctrl-C and SIGTERM end all ranks, and print where they were. Options go before SCRIPT; words
     after it are passed to the script.
     """
     # Not typer's own error, which would not show the -n that stands after the script.

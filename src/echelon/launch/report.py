@@ -45,6 +45,7 @@ from echelon.errors import (
 from echelon.hint import hint_of
 from echelon.launch import whereabouts
 from echelon.launch.advice import advise
+from echelon.launch.at_start import sitecustomize as at_start
 from echelon.launch.wrapped import unwrapped
 from echelon.wording import counted, listed
 
@@ -201,7 +202,7 @@ def blamed_rank(error: BaseException) -> int | None:
     return None
 
 
-ERROR_FILE = "ECHELON_ERROR_FILE"
+ERROR_FILE = at_start.ERROR_FILE
 
 
 def describe(rank: int, error: BaseException) -> RankFailure:
@@ -320,12 +321,12 @@ def _checkpoint_file(error_file: str) -> str:
 
 @contextmanager
 def reported_start() -> Iterator[None]:
-    """Inside, an exception that nobody catches is reported to the launcher, which may ask for this rank's place.
+    """Inside, an exception that nobody catches is reported to the launcher, which learns that this rank has a group.
 
     There is no group yet whose peers could be notified, so they detect the failure themselves.
     """
     if path := os.environ.get(ERROR_FILE):
-        whereabouts.answer(path)
+        whereabouts.note_group(path)
     try:
         yield
     except BaseException:
@@ -364,7 +365,7 @@ def _installed() -> _Hook:
     if not isinstance(hook, _Hook) or hook.pid != os.getpid():
         hook = sys.excepthook = _Hook(hook)
         if path := os.environ.get(ERROR_FILE):
-            whereabouts.answer(path)
+            whereabouts.note_group(path)
     return hook
 
 

@@ -33,6 +33,7 @@ from echelon.call_site import shortened
 from echelon.errors import InvalidWorldSize, LaunchError, one_line
 from echelon.launch import report, whereabouts
 from echelon.launch.advice import advice_on_last_words
+from echelon.launch.at_start import sitecustomize as at_start
 from echelon.launch.environment import on_one_host, without_launcher
 from echelon.launch.report import (
     ERROR_FILE,
@@ -123,6 +124,7 @@ def run(
         environs = rank_environs(num_ranks, port, environ)
         for rank, each in enumerate(environs):
             each[ERROR_FILE] = os.path.join(folder, f"rank{rank}.json")
+            each["PYTHONPATH"] = os.pathsep.join(filter(None, (at_start.FOLDER, each.get("PYTHONPATH"))))
             each.pop(TERMINAL, None)  # of a launcher around this one
             if console.status is not None:
                 each[TERMINAL] = str(console.columns - len(f"[{rank}] "))

@@ -1,6 +1,6 @@
 """Places of the ranks of `echelon run`, which the launcher asks for by a signal before it ends them.
 
-Strategy. A rank with a group has faulthandler answer the signal ASK: it writes the stack of the main thread into a
+Strategy. From its start on a rank has faulthandler answer the signal ASK: it writes the stack of the main thread into a
 file. That is C code inside of a signal handler, so a rank answers in a call that never returns, too. The file's name
 has the process, so that no child writes there. It exists only if the rank answers: the signal ends a process without
 handler. The launcher waits 0.3 s at most, and goes on without the ranks that have not answered.
@@ -9,47 +9,42 @@ handler. The launcher waits 0.3 s at most, and goes on without the ranks that ha
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import re
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echelon.call_site import is_foreign, source_line
+from echelon.launch.at_start.sitecustomize import ASK, place_file
 from echelon.wording import listed
 
-# Programs and their libraries use SIGUSR1 and SIGUSR2, and the C library the first ones of real time.
-ASK = signal.SIGRTMAX - 7
-"""Signal that asks a rank for its place."""
 _PATIENCE = 0.3
 """Seconds for all ranks together to answer."""
 _INTERVAL = 0.01
 """Seconds between two looks. A file that has not grown meanwhile is whole."""
+_CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
+"""Mask of the signals for which a process has a handler."""
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
 
 
-def answer(error_file: str) -> None:
-    """Lets this process answer its launcher from now on. Does nothing if the program uses the signal itself.
+def note_group(error_file: str) -> None:
+    """Tells the launcher that this process joins a group.
 
     Args:
         error_file: name of the file in which this rank reports failures.
     """
-    path = _place_file(error_file, os.getpid())
-    if os.path.exists(path) or signal.getsignal(ASK) != signal.SIG_DFL:
-        return
-    # Best effort, as the report of a failure: the launcher's folder may be gone.
-    with contextlib.suppress(OSError):
-        # Stays open until the process ends: faulthandler writes to the number.
-        file = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        faulthandler.register(ASK, file, all_threads=False)
-        os.rename(f"{path}.new", path)
+    with contextlib.suppress(OSError):  # the launcher's folder may be gone
+        Path(_group_file(error_file)).touch()
 
 
 def has_group(error_file: str) -> bool:
-    """Whether a rank with this error file has begun to join a group, from which on it answers."""
-    return any(True for _ in Path(error_file).parent.glob(f"{Path(error_file).name}.place-*"))
+    """Whether a rank with this error file has begun to join a group."""
+    return os.path.exists(_group_file(error_file))
+
+
+def _group_file(error_file: str) -> str:
+    return f"{error_file}.group"
 
 
 def stacks(error_files: Mapping[int, str]) -> dict[int, str]:
@@ -58,8 +53,8 @@ def stacks(error_files: Mapping[int, str]) -> dict[int, str]:
     Args:
         error_files: file for the failures of each rank, by its process, which was not reaped yet.
     """
-    files = {pid: _place_file(path, pid) for pid, path in error_files.items()}
-    asked = [pid for pid, path in files.items() if os.path.exists(path)]
+    files = {pid: place_file(path, pid) for pid, path in error_files.items()}
+    asked = [pid for pid, path in files.items() if os.path.exists(path) and _answers(pid)]
     for pid in asked:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, ASK)
@@ -76,6 +71,16 @@ def stacks(error_files: Mapping[int, str]) -> dict[int, str]:
     return found
 
 
+def _answers(pid: int) -> bool:
+    """Whether a process has a handler for `ASK`. It has none any more after `exec`, and the signal would end it."""
+    try:
+        status = Path("/proc", str(pid), "status").read_text()
+    except OSError:
+        return False
+    found = _CAUGHT.search(status)
+    return found is not None and bool(int(found[1], 16) >> (ASK - 1) & 1)
+
+
 def place_in(stack: str) -> str:
     """Returns "file:line: source text" of the innermost line of the user's code in a stack. Empty without a stack."""
     frames = [(path, int(line)) for path, line in _FRAME.findall(stack)]
@@ -86,8 +91,8 @@ def place_in(stack: str) -> str:
 
 
 _UNKNOWN = (
-    "where the ranks were is not known, as none has a group of Echelon: run a script that hangs by echelon simulate, "
-    "or on the backend of echelon.interop"
+    "where the ranks were is not known, as none has answered: run a script that hangs by echelon simulate, or on the "
+    "backend of echelon.interop"
 )
 
 
@@ -106,11 +111,7 @@ def in_words(places: Mapping[int, str], ended: Sequence[int]) -> list[str]:
     silent = ranks.pop("", [])
     lines = [f"{listed(alike)} {'was' if len(alike) == 1 else 'were'} at {place}" for place, alike in ranks.items()]
     if silent:
-        lines.append(f"{listed(silent)} {'has' if len(silent) == 1 else 'have'} no group yet, or did not answer")
+        lines.append(f"{listed(silent)} did not answer")
     if ended:
         lines.append(f"{listed(ended)} had ended")
     return lines
-
-
-def _place_file(error_file: str, pid: int) -> str:
-    return f"{error_file}.place-{pid}"
