@@ -61,15 +61,21 @@ def test_each_rank_has_its_settings_of_python():
     assert (sys.getrecursionlimit(), socket.getdefaulttimeout()) == before
 
 
-def test_settings_that_ranks_share_are_as_before_afterwards():
+def test_settings_that_ranks_share_are_noted_and_as_before_afterwards():
     def program():
         torch.backends.mkldnn.enabled = False
         torch.backends.mkldnn.deterministic = True
         torch.utils.deterministic.fill_uninitialized_memory = False
 
-    before = [setting.get() for setting in SHARED_SETTINGS]
-    echelon.simulate(program, 2)
-    assert [setting.get() for setting in SHARED_SETTINGS] == before
+    before = [setting.get() for setting in SHARED_SETTINGS.values()]
+    seen = echelon.simulate(program, 2)
+    assert [setting.get() for setting in SHARED_SETTINGS.values()] == before
+    assert [note.partition(":")[0] for note in seen.notes] == [
+        "torch.backends.mkldnn.enabled was set to False",
+        "torch.backends.mkldnn.deterministic was set to True",
+        "torch.utils.deterministic.fill_uninitialized_memory was set to False",
+    ]
+    assert echelon.simulate(lambda: None, 2).notes == ()
 
 
 def precisions():

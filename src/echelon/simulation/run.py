@@ -79,8 +79,9 @@ class Simulation:
     """Sentences about what may be wrong, though no error says so.
 
     Calls that two ranks seem to have swapped, each of them at the line of the other: such collectives have the same
-    kind, shape and dtype, so their values may be mixed up. For a script also methods of an installed class that it has
-    set, such as `torch.nn.Linear.forward`: simulated ranks share classes, and processes do not.
+    kind, shape and dtype, so their values may be mixed up. Settings of torch that simulated ranks share, and processes
+    do not, if the program has set one, such as `torch.backends.mkldnn.enabled`. For a script also methods of an
+    installed class that it has set, such as `torch.nn.Linear.forward`, which ranks share, too.
     """
     events: Sequence[tuple[object, ...]] = field(default=(), repr=False)
     """Events of the trace, each as the arguments of an `Event`."""
@@ -207,7 +208,7 @@ def simulate(
         bytes_sent=world.bytes_sent(),
         peak_memory=tuple(memory_meter.peak for memory_meter in world.memory_meters) if memory else None,
         measurements=None if meter is None else meter.measurements(),
-        notes=(*notes_of(world.lines.values()), *patches.notes),
+        notes=(*notes_of(world.lines.values()), *(note for state in states for note in state.notes)),
         events=world.recorder.events,
     )
 

@@ -78,15 +78,17 @@ SETTINGS = (
 )
 """Settings that ranks would overwrite for each other. Grad mode and autocast belong to threads already."""
 
-SHARED_SETTINGS = (
-    Setting(lambda: torch.backends.mkldnn.enabled, partial(setattr, torch.backends.mkldnn, "enabled")),
-    Setting(lambda: torch.backends.mkldnn.deterministic, partial(setattr, torch.backends.mkldnn, "deterministic")),
-    Setting(lambda: torch.backends.quantized.engine, partial(setattr, torch.backends.quantized, "engine")),
-    Setting(
-        lambda: _deterministic.fill_uninitialized_memory,
-        partial(setattr, _deterministic, "fill_uninitialized_memory"),
-    ),
-)
+
+def _attribute(owner: Any, name: str) -> Setting:
+    return Setting(lambda: getattr(owner, name), partial(setattr, owner, name))
+
+
+SHARED_SETTINGS: Mapping[str, Setting] = {
+    "torch.backends.mkldnn.enabled": _attribute(torch.backends.mkldnn, "enabled"),
+    "torch.backends.mkldnn.deterministic": _attribute(torch.backends.mkldnn, "deterministic"),
+    "torch.backends.quantized.engine": _attribute(torch.backends.quantized, "engine"),
+    "torch.utils.deterministic.fill_uninitialized_memory": _attribute(_deterministic, "fill_uninitialized_memory"),
+}
 """Settings that ranks share, and that are as before after a simulation. To read one takes up to 3 us."""
 
 
@@ -95,7 +97,8 @@ class Settings(State):
 
     def __init__(self) -> None:
         self._outside = self.take()
-        self._shared = [setting.get() for setting in SHARED_SETTINGS]
+        self._shared = {name: setting.get() for name, setting in SHARED_SETTINGS.items()}
+        self.notes: list[str] = []
 
     def first(self, rank: int) -> list[Any]:  # noqa: ARG002, D102
         return self._outside
@@ -104,18 +107,21 @@ class Settings(State):
         return [setting.get() for setting in SETTINGS]
 
     def finish(self, states: Sequence[Any]) -> None:  # noqa: ARG002
-        """Sets the settings that ranks have shared as they were."""
-        _set(SHARED_SETTINGS, self._shared)
+        """Notes each shared setting that the program has changed, and sets it as it was."""
+        for name, before in self._shared.items():
+            setting = SHARED_SETTINGS[name]
+            if (last := setting.get()) != before:
+                setting.set(before)
+                self.notes.append(
+                    f"{name} was set to {last!r}: unlike processes, simulated ranks share it, so each rank had what "
+                    "the last one set"
+                )
 
     def put(self, state: Sequence[Any]) -> None:  # noqa: D102
-        _set(SETTINGS, state)
-
-
-def _set(settings: Sequence[Setting], values: Sequence[Any]) -> None:
-    for setting, value in zip(settings, values, strict=True):
-        # Setting deterministic algorithms takes 0.7 ms, and reading them 0.3 us.
-        if setting.get() != value:
-            setting.set(value)
+        for setting, value in zip(SETTINGS, state, strict=True):
+            # Setting deterministic algorithms takes 0.7 ms, and reading them 0.3 us.
+            if setting.get() != value:
+                setting.set(value)
 
 
 def shared_collections() -> list[Attribute]:

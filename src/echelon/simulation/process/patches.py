@@ -73,7 +73,6 @@ class Patches(State):
         self._outside: dict[_Key, Any] = {}
         """Values from before the program changed them."""
         self.notes: list[str] = []
-        """Sentences about attributes of classes that the program has assigned, which all ranks share."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:

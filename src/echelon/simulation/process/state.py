@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class State(ABC):
     """One kind of state of the process, of which each rank has its own."""
 
+    notes: Sequence[str] = ()
+    """Sentences about what the program has changed that all ranks share. Known when the simulation has ended."""
+
     @abstractmethod
     def first(self, rank: int) -> Any:
         """Returns the state with which a rank begins."""
