@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from echelon._native import OBSTACLE, Flights
 from echelon.call_site import OF_FSDP2, Place, kind_of, line_of, place_of_thread, sharded_module
 from echelon.errors import message_of
+from echelon.purposes import Purpose
 
 if TYPE_CHECKING:
     from echelon.backends.work import Work
@@ -148,8 +149,8 @@ class OperationRecord:
     caller: Place | None
     """Call site that led to a function of the program which made the call. None if a module or the library called it,
     or if it is not known."""
-    purpose: str
-    """The call that the operation is a part of, see `FlightRecorder.within`. Empty if it is the user's own."""
+    purpose: Purpose | None
+    """The user's call that the operation is a part of. None if it is that call itself."""
     thread: int
     started: float
     begun: float | None
@@ -191,7 +192,7 @@ class OperationRecord:
         return FlightRecord(
             group=self.group,
             sequence=self.sequence,
-            operation=self.operation,
+            operation=self.operation if self.purpose is None else f"{self.purpose} ({self.operation})",
             num_bytes=self.num_bytes,
             place=line_of(self.place),
             started=self.started,
@@ -202,15 +203,30 @@ class OperationRecord:
 
     def with_marks(self) -> str:
         """Returns the operation as text, with everything that two ranks compare."""
-        return f"{self} after {', '.join(self.marks)}" if self.marks else str(self)
+        call = self.call if self.purpose is None else f"{self.call} ({self._numbered()})"
+        return self._placed(call) + (f" after {', '.join(self.marks)}" if self.marks else "")
 
     def __str__(self) -> str:
-        number = f", #{self.sequence}" if self.sequence else ""
+        return self._placed(self.call)
+
+    @property
+    def call(self) -> str:
+        """The user's call: that of which the operation is a part, else the operation with its number."""
+        return self._numbered() if self.purpose is None else str(self.purpose)
+
+    @property
+    def shown_group(self) -> str:
+        """Name of the user's group."""
+        return (self.purpose is not None and self.purpose.group) or self.group
+
+    def _numbered(self) -> str:
+        return self.operation + (f", #{self.sequence}" if self.sequence else "")
+
+    def _placed(self, call: str) -> str:
         where = line_of(self.place)
         if self.is_internal:
             return "echelon.init" + (f" at {where}" if where else "")
-        where = f" at {where}{self.called_from()}" if where else ""
-        return f"{self.operation}{self.purpose}{number} of group {self.group!r}{where}"
+        return f"{call} of group {self.shown_group!r}" + (f" at {where}{self.called_from()}" if where else "")
 
     def called_from(self) -> str:
         """Returns ", called from file:line" for the caller. Empty if there is none."""
@@ -244,7 +260,9 @@ class FlightRecorder:
         self._latest: dict[int, OperationRecord] = {}
         self._ring: Flights | None = None
         self._latest_native: dict[int, Flights] = {}
-        self._purposes: dict[int, str] = {}
+        self._purposes: dict[int, Purpose] = {}
+        """By context, of groups that the library made for itself."""
+        self._calls: dict[int, Purpose] = {}
         """By thread."""
         self.message_wait: MessageWait | None = None
         """Wait of the main thread for a message, once it is long."""
@@ -262,18 +280,25 @@ class FlightRecorder:
         latest = self._latest_native[context] = Flights(1)
         return self._ring, latest
 
+    def serve(self, context: int, purpose: Purpose) -> None:
+        """Sets the purpose of a group that the library made for itself, for its operations from now on."""
+        self._purposes[context] = purpose
+
     @contextmanager
-    def within(self, call: str) -> Iterator[None]:
-        """Inside, errors about operations of this thread say that they are a part of a call that all ranks make."""
+    def within(self, call: str, step: int = 0) -> Iterator[None]:
+        """Inside, operations of this thread are a part of a call of the user, which errors name in their place.
+
+        Inside of another such call it does nothing, since that one is the user's. `step` is as in `Purpose`.
+        """
         thread = get_ident()
-        before = self._purposes.pop(thread, "")
-        self._purposes[thread] = f" (part of {call}, which every rank calls)"
+        if thread in self._calls:
+            yield
+            return
+        self._calls[thread] = Purpose(call, step=step)
         try:
             yield
         finally:
-            del self._purposes[thread]
-            if before:
-                self._purposes[thread] = before
+            del self._calls[thread]
 
     def begin(
         self,
@@ -322,7 +347,7 @@ class FlightRecorder:
                 names = frame.f_code.co_name, caller.f_code.co_name
                 record.caller = None if "<module>" in names else (caller.f_code, caller.f_lasti, "")
         record.thread = thread = get_ident()
-        record.purpose = self._purposes.get(thread, "") if self._purposes else ""
+        record.purpose = self._purpose_of(context, thread) if self._purposes or self._calls else None
         record.begun = record.ended = None
         record.error = ""
         record.started = clock()
@@ -332,6 +357,10 @@ class FlightRecorder:
         if sequence:
             self._latest[context] = record
         return record
+
+    def _purpose_of(self, context: int, thread: int) -> Purpose | None:
+        own, call = self._purposes.get(context), self._calls.get(thread)
+        return own if call is None else call if own is None else call._replace(group=own.group)
 
     def _push_out(self, record: OperationRecord) -> None:
         """Keeps a record of an operation in flight, for which the ring has no room."""
@@ -347,6 +376,10 @@ class FlightRecorder:
     def records(self) -> tuple[FlightRecord, ...]:
         """Returns the last operations of the user, and all that are in flight, the oldest first."""
         return tuple(flight.record() for flight in self._all() if not flight.is_internal)
+
+    def last_call(self) -> OperationRecord | None:
+        """Returns the last operation of the user. None if there was none."""
+        return next((flight for flight in reversed(self._all()) if not flight.is_internal), None)
 
     def _all(self) -> list[OperationRecord]:
         """Returns the last operations, the native library's included, and all in flight, the oldest first."""
@@ -372,7 +405,9 @@ class FlightRecorder:
         record._clock, record.watch, record.watched_by = self.clock, None, None
         record.group, record.context = known.group, known.context
         record.operation, record.num_bytes = known.operation, known.num_bytes
-        record.sequence, record.signature, record.marks, record.purpose = sequence, signature, (), ""
+        record.sequence, record.signature, record.marks = sequence, signature, ()
+        own = self._purposes.get(known.context)
+        record.purpose = own and own._replace(step=0)
         record.place, record.caller, record.thread, record.error = (code, instruction, ""), None, thread, ""
         record.started = record.begun = started
         record.ended = ended

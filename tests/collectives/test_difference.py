@@ -28,7 +28,7 @@ GENERAL = "every rank must call the same operations in the same order with the s
         ),
         ("barrier", "all_reduce(sum) of int64[3]", ""),
         ("barrier", "barrier", ""),
-        ("barrier (part of save(), which every rank calls)", "barrier", ""),
+        ("Store.save (barrier", "barrier", ""),
     ],
 )
 def test_the_arguments_that_differ(mine, theirs, advice):

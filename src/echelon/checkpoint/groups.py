@@ -75,7 +75,7 @@ def _grid(stages: ProcessGroup, replicas: ProcessGroup) -> ProcessGroup:
     text = f"checkpoint of the pipelines {sorted(context for context, _ in rows)}"
     context = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1 << 63
     return ProcessGroup(
-        stages.backend, ranks, context=context, timeout=stages.timeout, name="checkpoint", table=stages.table
+        stages.backend, ranks, context=context, timeout=stages.timeout, name="stages and replicas", table=stages.table
     )
 
 
@@ -86,7 +86,7 @@ def _of_default_group() -> ProcessGroup | None:
         return None
     if world not in _of_torch:
         if isinstance(world, EchelonProcessGroup):
-            group = world.group.subgroup(range(world.group.world_size), "checkpoint")
+            group = world.group.subgroup(range(world.group.world_size), world.group.name)
             assert group is not None
         else:
             tcp = connect_default_group(DEFAULT_TIMEOUT, _PATIENCE)

@@ -20,6 +20,7 @@ from echelon.checkpoint.together import rank_of
 from echelon.errors import CheckpointError, FileError, InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch.environment import is_rank
+from echelon.purposes import LOAD, SAVE
 
 _MEANT = {
     **dict.fromkeys(("save_checkpoint", "save_state"), "save"),
@@ -153,7 +154,7 @@ class Store:
         if group is None and is_rank(os.environ) and os.environ.get("WORLD_SIZE") != "1":
             # Each rank would save for itself, one over the other.
             raise InvalidArgument("there is no group yet: call group = echelon.init() before the first save")
-        with _within("Store.save", group):
+        with _within(SAVE, group):
             found = collect(objects, group)
             saver = self._open(group)
             handle = saver.save(step, found.state, wait=wait, seed=found.seed, layout=found.layout, since=self._since)
@@ -212,7 +213,7 @@ class Store:
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0, or None for the newest")
         objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
         group = self._group_of(objects)
-        with _within("Store.load", group):
+        with _within(LOAD, group):
             if self._saver is not None and self._saver_group is group:
                 self._saver.finish()  # else the step before might be taken for the newest
             source = open_checkpoint(self._path, group, step)
@@ -282,5 +283,5 @@ class Store:
 
 
 def _within(call: str, group: ProcessGroup | None) -> AbstractContextManager[None]:
-    """Returns a context in which errors about a checkpoint's collectives say that every rank makes the call."""
+    """Returns a context in which errors name the call in place of a checkpoint's collectives."""
     return nullcontext() if group is None else group.backend.flight_recorder.within(call)

@@ -27,6 +27,7 @@ from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientRe
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
+from echelon.purposes import WRAP
 from echelon.wording import counted
 
 _MEANT = {
@@ -199,7 +200,8 @@ class DistributedDataParallel(ModuleProxy):
         self._bucket_mb = float(bucket_mb)
         _check_tensors(module)
         take_over(module.named_parameters())
-        check_same_model(module, group, options)
+        with group.backend.flight_recorder.within(WRAP):
+            check_same_model(module, group, options)
         # After the comparison: either all ranks have nothing to train and raise, or all raise CollectiveMismatch. A
         # rank that raised alone would leave the others waiting in the comparison.
         _check_trains(module)
@@ -207,8 +209,9 @@ class DistributedDataParallel(ModuleProxy):
             module, group, bucket_mb=self._bucket_mb, buffers=buffers, average=average, hook=hook, options=options
         )
         self.module = module  # last: ModuleProxy passes attributes that are set from here on to the module
-        self.broadcast_parameters()
-        self._sync.watch()
+        with group.backend.flight_recorder.within(WRAP):
+            self.broadcast_parameters()
+            self._sync.watch()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from echelon.data_parallel.missing_zero_grad import MissingZeroGrad
 from echelon.data_parallel.reducer import Average, GradientReducer, can_overlap
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
+from echelon.purposes import FORWARD
 
 _COMPILED_STEPS = "_echelon_compiled_steps"
 """Attribute of a parameter that holds the counter of its `GradientSync` for compiled optimizer steps."""
@@ -327,11 +328,12 @@ class GradientSync:
     def _prepare_forward(self, src: int) -> None:
         """Runs the hook's `before_forward`, then synchronises the buffers, from rank `src`. Blocks."""
         group = self.reducer.group
-        if self.hook is not None:
-            assert self._watched is not None
-            # Not the module's own list, which torch.func.functional_call replaces during a call.
-            self.hook.before_forward(self._watched.parameters, group)
-        synchronize_buffers(list(self.module.buffers()), self._buffers_are, group, src, self._bucket_mb)
+        with group.backend.flight_recorder.within(FORWARD, self.reducer.step):
+            if self.hook is not None:
+                assert self._watched is not None
+                # Not the module's own list, which torch.func.functional_call replaces during a call.
+                self.hook.before_forward(self._watched.parameters, group)
+            synchronize_buffers(list(self.module.buffers()), self._buffers_are, group, src, self._bucket_mb)
 
     def _hook_parameters(self, watched: ParamSnapshot) -> Iterator[RemovableHandle]:
         _watch_optimizers()

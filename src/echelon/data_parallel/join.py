@@ -15,6 +15,7 @@ import torch
 
 from echelon.errors import CollectiveMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
+from echelon.purposes import JOIN
 
 
 class Next(IntEnum):
@@ -67,7 +68,8 @@ class Joining:
                 "and scheduler alone; an optimizer that takes a closure needs as many batches on all ranks"
             )
         # device="cpu": torch.set_default_device may name another.
-        told = self._group.all_gather(torch.tensor([mine], dtype=torch.uint8, device="cpu"))
+        with self._group.backend.flight_recorder.within(JOIN):
+            told = self._group.all_gather(torch.tensor([mine], dtype=torch.uint8, device="cpu"))
         steps = [Next(step) for step in told.tolist()]
         if {Next.FORWARD, Next.REDUCTION} <= set(steps):
             pairs = zip(self._group.ranks, steps, strict=True)

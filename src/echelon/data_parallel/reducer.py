@@ -30,6 +30,7 @@ from echelon.data_parallel.summary import SampleWeights, StepCounts, Summary, mi
 from echelon.errors import Closed, Failure, PeerFailed, Timeout, UnsupportedOp, failure_of
 from echelon.group.group import ProcessGroup
 from echelon.group.runner import Lateness
+from echelon.purposes import BACKWARD, Purpose
 
 
 def can_overlap(group: ProcessGroup) -> bool:
@@ -62,6 +63,17 @@ class BucketCollectives:
         # A hook has a group of its own: it takes sequence numbers when it runs, in the lane, not when it is launched.
         # In a group that the caller's thread uses as well, ranks would number the calls differently.
         self._hook_group = _of_its_own(group, "hook")
+        self._shown = group.name
+        self.step = 0
+        """Number of the present or next reduction, from 1 on."""
+        self.count_step()
+
+    def count_step(self) -> None:
+        """Counts a reduction that has ended. Errors about the operations from now on name the next one."""
+        self.step += 1
+        purpose = Purpose(BACKWARD, self._shown, self.step)
+        for group in (*self.groups, self._hook_group):
+            group.backend.flight_recorder.serve(group.context, purpose)
 
     def launch(self, memory: BucketMemory, weight: float) -> Work[torch.Tensor] | Work[None]:
         """Starts to reduce a bucket. `weight` is the weight of this rank in the mean, for the hook."""
@@ -70,7 +82,8 @@ class BucketCollectives:
             groups = self.groups
             return groups[memory.number % len(groups)].all_reduce(memory.flat, "mean", async_op=True)
         bucket = memory.bucket(weight)
-        description = f"{type(hook).__name__} of bucket {memory.number} of group {group.name!r}"
+        call = f"{BACKWARD} of step {self.step}"
+        description = f"{type(hook).__name__} of bucket {memory.number} in {call} of group {self._shown!r}"
         work = group.backend.lanes.start(lambda: hook.reduce(bucket, group), description, group.context)
         # A hook may call any collective, so a late one is looked up in the flight recorder instead of being known here.
         latest = partial(group.backend.flight_recorder.latest, group.context)
@@ -225,6 +238,11 @@ class GradientReducer:
         return bool(self._failure)
 
     @property
+    def step(self) -> int:
+        """Number of the present or next reduction, from 1 on, as errors name it."""
+        return self._collectives.step
+
+    @property
     def num_launched(self) -> int:
         """Number of launched buckets in the current reduction."""
         return 0 if self.reduction is None else len(self.reduction.works)
@@ -305,6 +323,7 @@ class GradientReducer:
         self.counts.forget()
         if not summary.agrees():
             raise mismatch(mine, self.group)
+        self._collectives.count_step()
         buckets = self.buckets
         if self._weights is not None:
             self._weights.rescale((memory.flat for memory in buckets.memories), summary)

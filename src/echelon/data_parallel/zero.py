@@ -25,6 +25,7 @@ from echelon.data_parallel.layout import MEBIBYTE, Piece, pieces_between, shard_
 from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
+from echelon.purposes import SHARD, SHARDED_STEP
 
 
 class _Entry(NamedTuple):
@@ -263,7 +264,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # The views of gradients would keep their memory alive after zero_grad.
         for _, view in self._views:
             view.grad = None
-        with torch.no_grad():
+        with torch.no_grad(), self._group.backend.flight_recorder.within(SHARDED_STEP):
             for row in self._rows:
                 self._gather(row)
         return loss
@@ -352,7 +353,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for number, one in enumerate(new, start=first):
             check_values(one, f"ZeroOptimizer, parameter {number},")
         lines = [f"parameter {number} {describe(one.shape, one.dtype)}" for number, one in enumerate(new, start=first)]
-        check_same_lines([f"optimizer {self._name}", *lines], self._group)
+        with self._group.backend.flight_recorder.within(SHARD):
+            check_same_lines([f"optimizer {self._name}", *lines], self._group)
         rows = _rows_of(new, first, self._group.world_size)
         self._parameters += new
         self._rows += rows

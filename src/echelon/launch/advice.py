@@ -57,8 +57,6 @@ _ON_TEXTS = {
         "async_op=True, or as isend and irecv; batch_isend_irecv returns a list of them"
         for kind in ("Tensor", "NoneType", "list")
     },
-    "all_gather of rows of uint8[], #": "if a rank waits in ddp.join(), it takes part in forwards and backwards of the "
-    "others alone: save, evaluate and call collectives after the block",
     "but _scale is None": "a rank without batches in ddp.join(update) has not called scale(): use "
     "echelon.amp.GradScaler(group)",
 }

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from echelon.backends.delivery import ANY
 from echelon.backends.formats.wire import Tag, readable
-from echelon.call_site import place_of_thread, source_of
+from echelon.call_site import line_of, place_of_thread, source_of
 from echelon.collectives.calls.hang_diagnosis import first_at_other_lines
 from echelon.errors import DeadlockError
 from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.pipeline.run.transfer import what_passes
+from echelon.purposes import cure_of
 from echelon.simulation.backend import SEND, Passage, StoreWait, VirtualWork
 from echelon.simulation.scheduler import Task
 from echelon.simulation.watchdog import Blocked
@@ -162,8 +163,10 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int], mispaired: Coll
     # Before any cycle: a rank that has returned can send nothing more.
     for task in tasks:
         if gone := [peer for peer in task.peers if peer in returned]:
-            which = "which has returned: make both" if len(gone) == 1 else "which have returned: make all"
-            return f"rank {task.rank} waits for {listed(gone)}, {which} call the same operations"
+            which, all_of_them = ("which has returned", "both") if len(gone) == 1 else ("which have returned", "all")
+            cure = cure_of({task.rank: task.doing, **dict.fromkeys(gone, "")}, have_ended=True)
+            advice = cure or f"make {all_of_them} call the same operations"
+            return f"rank {task.rank} waits for {listed(gone)}, {which}: {advice}"
     edges: dict[int, list[int]] = {}
     for task in tasks:
         edges.setdefault(task.rank, []).extend(peer for peer in task.peers if peer not in (task.rank, ANY))
@@ -178,6 +181,10 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int], mispaired: Coll
 
 def _advice(cycle: Sequence[Waiting], mispaired: Collection[int]) -> str:
     """Returns the remedy for tasks that wait for each other. `mispaired`: ranks whose receives fit no message."""
+    # Not of a rank's wait for its own asynchronous operation, which is listed twice.
+    calls = {task.rank: task.doing for task in cycle if task.group or task.peers != (task.rank,)}
+    if all(task.is_collective for task in cycle) and (cure := cure_of(calls)):
+        return cure
     if len({task.context for task in cycle}) == 1 or not all(task.group for task in cycle):
         if all(task.is_collective for task in cycle):
             return "make all ranks call the collectives in the same order"
@@ -266,18 +273,15 @@ def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
     if value := what_passes(passage.tag):
         return f"{passage.doing} rank {passage.peer}, {value}"
     flight = _flight_of(work, recorder)
-    group = "" if flight is None or flight.group == "world" else f", of group {flight.group!r}"
-    return (readable(work.operation) or str(passage)) + ("" if flight is None else flight.purpose) + group
+    group = "" if flight is None or flight.shown_group == "world" else f", of group {flight.shown_group!r}"
+    purpose = None if flight is None else flight.purpose
+    return str(purpose or readable(work.operation) or passage) + group
 
 
 def _last_call(recorder: FlightRecorder) -> str:
     """Returns a rank's last call and its line. Empty if it made no call."""
-    records = recorder.records()
-    if not records:
-        return ""
-    last = records[-1]
-    number = f", #{last.sequence}" if last.sequence else ""
-    return f"{last.operation}{number} at {last.place}"
+    last = recorder.last_call()
+    return "" if last is None else f"{last.call} at {line_of(last.place)}"
 
 
 def _unclaimed(world: World, in_receive: Collection[int]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from echelon.backends.matching import Mailbox
 from echelon.call_site import line_of
 from echelon.errors import CollectiveMismatch, ProtocolError
 from echelon.operation_records import FlightRecorder, OperationRecord
+from echelon.purposes import cure_of
 from echelon.wording import counted
 
 MAX_TALLIES = 256
@@ -134,9 +135,10 @@ class Parting:
         if number == tally.sequence and (mine is None or mine.signature == tally.step):
             return None
         here = "no collective of it" if mine is None else mine.with_marks()
+        advice = cure_of({self._rank: here, peer: tally.note}, have_ended=True) or _ADVICE
         return CollectiveMismatch(
             f"rank {self._rank} closes its group after {here}, {number} in all, but rank {peer} closed it after "
-            f"{tally.note}, {tally.sequence} in all: {_ADVICE}",
+            f"{tally.note}, {tally.sequence} in all: {advice}",
             peer,
             tally.note,
         )

@@ -49,4 +49,4 @@ def lone(texts: Mapping[int, str]) -> str:
 
 
 def _name(text: str) -> str:
-    return re.split(r"\W", text, maxsplit=1)[0]
+    return re.split(r" of |[,(]", text, maxsplit=1)[0].strip()

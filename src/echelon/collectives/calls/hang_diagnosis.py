@@ -22,6 +22,7 @@ from echelon.call_site import may_run_in_other_threads, shortened
 from echelon.collectives.calls.difference import SAME_CALLS, advice_on, lone
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
 from echelon.operation_records import CALLED_FROM, FlightRecorder, OperationRecord
+from echelon.purposes import cure_of
 from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
@@ -94,8 +95,9 @@ class HangDiagnosis:
             self.next_check_at = min(self.next_check_at, self._backend.now() + _SOON_SECONDS)
         if status.standing == Standing.BLOCKED and (circle := self._circle(status)):
             advice = "use the groups in the same order on every rank"
-            if f" of group {self._flight.group!r}" in status.text:
+            if f" of group {self._flight.shown_group!r}" in status.text:
                 advice = "the groups are different ones of the same name: make groups in the same order on every rank"
+            advice = self._cure({peer: status.text}) or advice
             raise CollectiveMismatch(f"{self._mine()} waits for rank {peer}, {', '.join(circle)}: {advice}")
         if status.standing in _NOT_CALLED and self.blocks_for() == peer and (waits := chain(self._backend, peer)):
             # Asked again: it may have called the collective before it began to wait.
@@ -224,7 +226,9 @@ class HangDiagnosis:
             lambda each: self._text_of(peer, each),
             (self._backend.rank, peer),
         )
-        advice = "" if first is None or parted else advice_on(first.with_marks(), theirs) or self._lone(first)
+        advice = cure_of({self._backend.rank: mine, peer: theirs})
+        if not advice and first is not None and not parted:
+            advice = advice_on(first.with_marks(), theirs) or self._lone(first)
         return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}{parted}: {advice or _ADVICE}", peer, theirs)
 
     def _lone(self, flight: OperationRecord) -> str:
@@ -253,8 +257,9 @@ class HangDiagnosis:
             lambda each: f" at {lines[each.sequence]}" if each.sequence in lines else "",
             (self._backend.rank, failure.rank),
         )
+        advice = cure_of({self._backend.rank: str(self._flight), failure.rank: ""}, have_ended=True) or _ADVICE
         return CollectiveMismatch(
-            f"{self._mine()}, but rank {failure.rank}: {failure.reason}{parted}: {_ADVICE}", departed=failure.rank
+            f"{self._mine()}, but rank {failure.rank}: {failure.reason}{parted}: {advice}", departed=failure.rank
         )
 
     def timeout(self, seconds: float = ANSWER_SECONDS) -> Timeout:
@@ -282,7 +287,9 @@ class HangDiagnosis:
             details = "; ".join(f"rank {rank} is {statuses[rank].text}" for rank in there[:_NAMED])
             return Timeout(f"waited {waited:.1f} s, though all ranks have called it: {details}")
         rest = f"; {listed(there)} {'has' if len(there) == 1 else 'have'} called it" if there else ""
-        if any(statuses[rank].standing != Standing.BEFORE for rank in behind):
+        if behind and (cure := self._cure({rank: statuses[rank].text for rank in behind})):
+            rest += f": if {listed(behind)} {'is' if len(behind) == 1 else 'are'} not only late, {cure}"
+        elif any(statuses[rank].standing != Standing.BEFORE for rank in behind):
             rest += ": use groups in the same order on every rank, if these wait for each other"
         text = f"waited {waited:.1f} s for {'; and for '.join(culprits)}{rest}"
         return Timeout(text, tuple(sorted([*behind, *silent])))
@@ -305,6 +312,9 @@ class HangDiagnosis:
     def _mismatch(self, statuses: Mapping[int, Status]) -> CollectiveMismatch | None:
         others = [rank for rank, status in statuses.items() if status.standing == Standing.DIVERGED]
         return self.disagreement(others[0]) if others else None
+
+    def _cure(self, others: Mapping[int, str]) -> str:
+        return cure_of({self._backend.rank: str(self._flight), **others})
 
     def _mine(self) -> str:
         return f"{self._flight} on rank {self._backend.rank}"
@@ -349,7 +359,8 @@ def first_at_other_lines(
         here, there = sides
         if here != there:
             text = f"{here} on rank {ranks[0]} and {there} on rank {ranks[1]}"
-            found = f"; their lines differ from #{flight.sequence} on, {text}"
+            since = f"#{flight.sequence}" if flight.purpose is None or not flight.purpose.step else flight.purpose
+            found = f"; their lines differ from {since} on, {text}"
         flight = recorder.find(flight.context, flight.sequence - 1)
     return found
 

@@ -19,6 +19,7 @@ from echelon.errors import PartitionError
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.cut.cut import Parts
 from echelon.pipeline.stage.stage import Stage
+from echelon.purposes import TIED, Purpose
 
 
 class Place(NamedTuple):
@@ -97,6 +98,8 @@ class TiedWeights:
             ranks = sorted({placement[place.stage] for place in tie})
             # Every rank of the pipeline has to make the group, members or not.
             shared = group.subgroup(ranks, f"{group.name}/tied-{number}") if len(ranks) > 1 else None
+            if shared is not None:
+                shared.backend.flight_recorder.serve(shared.context, Purpose(TIED))
             if group.rank in ranks:
                 parameter = _joined([(mine[place.stage], place.name) for place in tie if place.stage in mine])
                 self._held.append(_Held(parameter, shared))

@@ -20,6 +20,7 @@ from echelon.pipeline.cut.cut import Parts, StageMaker, divide, example_of, spli
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.registry import fixed_chunks
 from echelon.pipeline.stage.stage import Stage
+from echelon.purposes import PIPELINE, Purpose
 from echelon.wording import counted
 
 _FSDP = "torch.distributed.fsdp"
@@ -202,6 +203,7 @@ def own_group(group: ProcessGroup, what: str = "pipeline") -> ProcessGroup:
     """Returns a new group of the same ranks. A failed step revokes it; the given group stays usable."""
     own = group.subgroup(range(group.world_size), f"{group.name}/{what}")
     assert own is not None
+    own.backend.flight_recorder.serve(own.context, Purpose(PIPELINE, group.name))
     return own
 
 

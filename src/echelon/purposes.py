@@ -1,0 +1,86 @@
+"""Purposes of the library's own collectives: the user's calls, and the cure if ranks differ in them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from echelon.wording import listed
+
+BACKWARD = "DDP's backward"
+FORWARD = "DDP's forward"
+JOIN = "ddp.join()"
+WRAP = "DDP(model)"
+SAVE = "Store.save"
+LOAD = "Store.load"
+SHARD = "ZeroOptimizer(...)"
+SHARDED_STEP = "ZeroOptimizer.step"
+PIPELINE = "Pipeline"
+TIED = "Pipeline's tied weights"
+
+_OF_STEPS = (BACKWARD, FORWARD)
+_STEP = " of step "
+_CURES = {
+    SAVE: "call Store.save on every rank, outside of `if rank == 0`",
+    LOAD: "call Store.load on every rank, outside of `if rank == 0`",
+    JOIN: "if a rank waits in ddp.join(), it takes part in forwards and backwards of the others alone: save, evaluate "
+    "and call collectives after the block",
+    WRAP: "wrap the same models in the same order on every rank",
+    SHARD: "make the same ZeroOptimizer on every rank",
+    SHARDED_STEP: "call ZeroOptimizer.step on every rank",
+    TIED: "make the same calls of Pipeline on every rank",
+    PIPELINE: "make the same calls of Pipeline on every rank",
+}
+"""By the call."""
+
+
+class Purpose(NamedTuple):
+    """The user's call that a collective is a part of."""
+
+    call: str
+    """The call, as errors name it."""
+    group: str = ""
+    """Name of the user's group. Empty: that of the collective."""
+    step: int = 0
+    """Number of the reduction of gradients, from 1 on. 0: none."""
+
+    def __str__(self) -> str:
+        return f"{self.call}{_STEP}{self.step}" if self.step else self.call
+
+
+def cure_of(calls: Mapping[int, str], *, have_ended: bool = False) -> str:
+    """Returns the advice for ranks that wait in different calls. Empty if they are in none of the library, or in one.
+
+    Args:
+        calls: the call of each rank, as text. Empty for a rank that makes none.
+        have_ended: whether the ranks without a call make no further one.
+    """
+    names = {rank: _name(text) for rank, text in calls.items()}
+    found = set(names.values())
+    if len(found) < 2:
+        return ""
+    cures = list(dict.fromkeys(cure for name, cure in _CURES.items() if name in found))
+    stepping = [rank for rank, name in names.items() if name in _OF_STEPS]
+    others = [rank for rank in names if rank not in stepping]
+    if stepping and JOIN in found:
+        return "enter ddp.join() on every rank"
+    if stepping and others:
+        probably = "" if have_ended and not cures else "probably "
+        cures.append(
+            f"{listed(others)} {probably}ran fewer steps (batches) than {listed(stepping)}: use ddp.join(), or give "
+            "every rank the same number of batches, as by drop_last=True or a DistributedSampler"
+        )
+        if FORWARD in found and not have_ended:
+            cures.append(f"if {listed(stepping)} validates alone, call ddp.module there, in eval mode")
+        # Without a step it is of torch's DDP, which leaves out the buckets of parameters without a gradient.
+        elif not (have_ended or any(_STEP in calls[rank] for rank in stepping)):
+            cures.append(f"if {listed(others)} left parameters unused, give DDP find_unused_parameters=True")
+    elif stepping:
+        cures.append("run as many forwards and backwards on every rank, which takes the same number of batches")
+    return "; else, ".join(cures)
+
+
+def _name(text: str) -> str:
+    """Returns the call of the library with which a text begins. Empty if there is none."""
+    text = text.removeprefix("in ")
+    return next((name for name in (*_OF_STEPS, *_CURES) if text.startswith(name)), "")
