@@ -11,6 +11,8 @@ import sysconfig
 from types import CodeType, FrameType
 from typing import TypeAlias
 
+from echelon.purposes import BACKWARD, FORWARD
+
 Place: TypeAlias = tuple[CodeType, int, str]
 """Code object, index of an instruction in it, and the module for which FSDP2 communicates there, mostly empty.
 
@@ -33,6 +35,11 @@ _IDLE = {
 """Functions of the standard library, with their files, in which a thread waits for work of other threads."""
 _FSDP2 = os.path.join("torch", "distributed", "fsdp", "_fully_shard", "_fsdp_param_group.py")
 """File of torch whose methods communicate for the parameters of one module."""
+_OF_DDP = {
+    os.path.join("torch", "autograd", "graph.py"): BACKWARD,
+    os.path.join("torch", "nn", "parallel", "distributed.py"): FORWARD,
+}
+"""Files of torch from which the C++ of its DDP communicates, with the user's call. Other C++ has a frame in between."""
 IMPORT = "<frozen importlib._bootstrap>"
 """File of the frames in which a module is imported."""
 OF_FSDP2 = 2
@@ -56,6 +63,19 @@ def is_own(path: str) -> bool:
 def is_foreign(path: str) -> bool:
     """Whether a source file belongs to this package, the standard library or an installed package."""
     return path.startswith(_FOREIGN) or any(folder in path for folder in _PACKAGES)
+
+
+def ddp_call() -> str:
+    """Returns the call of torch's DDP that has called this package. Empty if another one has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _ddp_call_of(frame.f_code.co_filename)
+
+
+@functools.cache
+def _ddp_call_of(path: str) -> str:
+    return next((call for end, call in _OF_DDP.items() if path.endswith(end)), "")
 
 
 def calling_place(depth: int = 1) -> Place | None:

@@ -24,6 +24,7 @@ from echelon._torch_private.autograd import at_end_of_backward, is_at_end_of_bac
 from echelon._torch_private.distributed import fail_when_unwrapped
 from echelon._torch_private.modules import never_compiled
 from echelon.backends.work import Work
+from echelon.call_site import ddp_call
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
 
@@ -299,6 +300,14 @@ class Runner:
             settle: writes its result into the user's tensors and returns them; called once.
             options: torch's options. None: their defaults.
         """
+        if made_by := ddp_call():
+            with self.group.backend.flight_recorder.within(made_by):
+                return self._run(call, settle, options)
+        return self._run(call, settle, options)
+
+    def _run(
+        self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options | None
+    ) -> TorchWork:
         # torch's options are asynchronous by default.
         timeout, is_async = (None, True) if options is None else (seconds(options.timeout), options.asyncOp)
         must_wait = is_async and not self.group.backend.lanes.progress_by_themselves
