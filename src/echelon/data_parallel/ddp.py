@@ -137,8 +137,9 @@ class DistributedDataParallel(ModuleProxy):
 
     After `backward()` each gradient is the mean over all ranks, bit-identical on all of them. It equals the gradient of
     one process on the whole batch, if the loss is a mean and all parts have the same number of samples (or with
-    `average="samples"`). Parameters stay the objects they are, so an optimizer may be made before or after. Parameters
-    that no rank used keep the gradient None; parameters that only some ranks used get the right mean.
+    `average="samples"`). An optimizer may be made before `DDP(model)` or after it, with the same bits, since parameters
+    stay the same objects. Parameters that no rank used keep the gradient None; parameters that only some ranks used get
+    the right mean.
 
     Every backward that reaches a parameter reduces, as long as this wrapper lives. A rank on which it reaches none
     calls `sync_gradients()` instead. All ranks raise CollectiveMismatch if one runs a forward and skips its backward,
