@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ TIED = "Pipeline's tied weights"
 
 _OF_STEPS = (BACKWARD, FORWARD)
 _STEP = " of step "
+_OWN_CALL = re.compile(r"(?:in )?(?!past )(\w+)[^#]*, #\d")
+"""Text of a collective that the program calls itself."""
 _CURES = {
     SAVE: "call Store.save on every rank, outside of `if rank == 0`",
     LOAD: "call Store.load on every rank, outside of `if rank == 0`",
@@ -65,16 +68,19 @@ def cure_of(calls: Mapping[int, str], *, have_ended: bool = False) -> str:
     if stepping and JOIN in found:
         return "enter ddp.join() on every rank"
     if stepping and others:
-        probably = "" if have_ended and not cures else "probably "
+        ran = "ran" if have_ended and not cures else "may have run"
         cures.append(
-            f"{listed(others)} {probably}ran fewer steps (batches) than {listed(stepping)}: use ddp.join(), or give "
-            "every rank the same number of batches, as by drop_last=True or a DistributedSampler"
+            f"{listed(others)} {ran} fewer steps (batches) than {listed(stepping)}: use ddp.join(), or give every rank "
+            "the same number of batches, as by drop_last=True or a DistributedSampler"
         )
-        if FORWARD in found and not have_ended:
+        has_other_cause = not have_ended and len(cures) == 1
+        if has_other_cause and FORWARD in found:
             cures.append(f"if {listed(stepping)} validates alone, call ddp.module there, in eval mode")
         # Without a step it is of torch's DDP, which leaves out the buckets of parameters without a gradient.
-        elif not (have_ended or any(_STEP in calls[rank] for rank in stepping)):
-            cures.append(f"if {listed(others)} left parameters unused, give DDP find_unused_parameters=True")
+        elif has_other_cause and (found_call := _OWN_CALL.match(calls[others[0]])):
+            is_of_torch = not any(_STEP in calls[rank] for rank in stepping)
+            unused = ", or give DDP find_unused_parameters=True" if is_of_torch else ""
+            cures.append(f"call {found_call[1]} on every rank{unused}")
     elif stepping:
         cures.append("run as many forwards and backwards on every rank, which takes the same number of batches")
     return "; else, ".join(cures)
