@@ -309,7 +309,7 @@ def test_the_nearest_name_is_proposed():
         (lambda: algorithms.build("allreduce", "ring", 2), "all_reduce"),
         (lambda: echelon.init("glo"), "gloo"),
         (lambda: echelon.spawn(print, 1, backend="smh"), "shm"),
-        (lambda: echelon.simulate(print, 1, network="10gbe"), "10GbE"),
+        (lambda: echelon.simulate(print, 1, network="10gb"), "10GbE"),
     ],
 )
 def test_names_are_proposed_from_python(call, nearest):

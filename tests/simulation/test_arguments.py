@@ -53,7 +53,7 @@ def test_world_sizes(world_size):
         {"timeout": None},
         {"timeout": NAN},
         {"network": 5},
-        {"network": "1gbe"},
+        {"network": "1gb"},
         {"network": Network(hosts=[1])},
         {"costs": "measure"},
         {"costs": [1]},
