@@ -73,6 +73,12 @@ def ddp_call() -> str:
     return "" if frame is None else _ddp_call_of(frame.f_code.co_filename)
 
 
+def is_in_ddp(ident: int) -> bool:
+    """Whether a thread may be in the C++ of torch's DDP: in its forward or backward, with no other Python inside."""
+    frame = sys._current_frames().get(ident)
+    return frame is not None and bool(_ddp_call_of(frame.f_code.co_filename))
+
+
 @functools.cache
 def _ddp_call_of(path: str) -> str:
     return next((call for end, call in _OF_DDP.items() if path.endswith(end)), "")

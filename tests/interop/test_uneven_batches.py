@@ -45,6 +45,26 @@ def test_processes_tell_the_cause(in_world, has_buffers):
         in_world(2, one_batch_less, has_buffers, "another")
 
 
+def reduces_alone(rank, has_buffers):
+    ddp = DistributedDataParallel(nn.Sequential(mlp(), fill(nn.BatchNorm1d(3))) if has_buffers else mlp())
+    other = dist.new_group()
+    for step in range(3):
+        loss = loss_of(ddp(batch()))
+        loss.backward()
+        if rank == 0 and step == 1:
+            dist.all_reduce(loss.detach(), group=other)
+
+
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_a_rank_that_reduces_alone_in_another_group_while_ddp_waits_is_told(in_world, has_buffers):
+    """A wait in the C++ of torch's DDP was taken for work, so both waited for their timeouts."""
+    call = "forward" if has_buffers else "backward"
+    with pytest.raises(
+        echelon.CollectiveMismatch, match=f"waits for (this )?rank.* DDP's {call}|DDP's {call}.* waits for"
+    ):
+        in_world(2, reduces_alone, has_buffers)
+
+
 class OwnCollective(torch.autograd.Function):
     """Function of a program that reduces its gradient itself."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
@@ -12,6 +13,7 @@ from torch.autograd.graph import increment_version
 from echelon.arguments import check_seconds, no_attribute
 from echelon.backends.admission import check_mode
 from echelon.backends.memory import describe
+from echelon.call_site import is_in_ddp
 from echelon.errors import Timeout, without_frames
 from echelon.operation_records import OperationRecord
 
@@ -250,8 +252,21 @@ class Work(Generic[T]):
         return f"<Work {self.description}: {state}>"
 
 
+_ASLEEP_SECONDS = 1.5
+"""Seconds without any processor time after which a thread in the C++ of torch's DDP waits for its collectives."""
+_seen_in_ddp: dict[int, tuple[float, float]] = {}
+"""By thread: its processor time when it was seen there, and since when it has stayed at that."""
+
+
 def is_waited_for(flight: OperationRecord) -> bool:
-    """Whether the thread that began an operation waits for its Work."""
+    """Whether the thread that began an operation waits for its Work.
+
+    The C++ of torch's DDP waits without a frame of Python: for buffers in a forward, and for gradients at the end of a
+    backward. Such a wait is known from the second look on.
+    """
+    if is_in_ddp(flight.thread):
+        return _sleeps(flight.thread)
+    _seen_in_ddp.pop(flight.thread, None)
     frame = sys._current_frames().get(flight.thread)
     while frame is not None:
         if frame.f_code is Work.wait.__code__:
@@ -260,6 +275,16 @@ def is_waited_for(flight: OperationRecord) -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+def _sleeps(thread: int) -> bool:
+    """Whether a thread has used no processor time since another look, some time ago."""
+    used, now = time.clock_gettime(time.pthread_getcpuclockid(thread)), time.monotonic()
+    before, since = _seen_in_ddp.get(thread, (-1.0, now))
+    if used != before:
+        _seen_in_ddp[thread] = used, now
+        return False
+    return now - since >= _ASLEEP_SECONDS
 
 
 def end_with(flight: OperationRecord, result: object, error: BaseException | None = None) -> None:

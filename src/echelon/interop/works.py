@@ -324,6 +324,8 @@ class Runner:
         settled = self._queue(lambda: list(settle(running.result())), end)
         outcome: Outcome[list[Tensor]] = Outcome()
         job = self._queue(lambda: self._complete(outcome, settled), end)
+        # Who waits for one of them waits for the collective.
+        settled.lateness = job.lateness = running.lateness
         outcome.is_driven_by(job)
         if must_wait and is_in_backward():
             _finish_before_end_of_backward(job)
