@@ -23,6 +23,8 @@ _OF_STEPS = (BACKWARD, FORWARD)
 _STEP = " of step "
 _OWN_CALL = re.compile(r"(?:in )?(?!past )(\w+)[^#]*, #\d")
 """Text of a collective that the program calls itself."""
+_TRANSFER = re.compile(r"(receive from|send to) rank \d+, the \w+ of microbatch \d+ for stage \d")
+"""Text of a message between two stages of a pipeline."""
 _CURES = {
     SAVE: "call Store.save on every rank, outside of `if rank == 0`",
     LOAD: "call Store.load on every rank, outside of `if rank == 0`",
@@ -31,8 +33,8 @@ _CURES = {
     WRAP: "wrap the same models in the same order on every rank",
     SHARD: "make the same ZeroOptimizer on every rank",
     SHARDED_STEP: "call ZeroOptimizer.step on every rank",
-    TIED: "make the same calls of Pipeline on every rank",
-    PIPELINE: "make the same calls of Pipeline on every rank",
+    TIED: "make the same calls of Pipeline on every rank, as many steps",
+    PIPELINE: "make the same calls of Pipeline on every rank, as many steps",
 }
 """By the call."""
 
@@ -89,4 +91,6 @@ def cure_of(calls: Mapping[int, str], *, have_ended: bool = False) -> str:
 def _name(text: str) -> str:
     """Returns the call of the library with which a text begins. Empty if there is none."""
     text = text.removeprefix("in ")
+    if _TRANSFER.match(text):
+        return PIPELINE
     return next((name for name in (*_OF_STEPS, *_CURES) if text.startswith(name)), "")

@@ -197,7 +197,7 @@ def test_a_rank_that_is_killed_in_a_step_is_named_by_the_others(backend, place):
     assert sorted(outcomes) == [0, 2]
     for rank, (failed, message, after, again) in outcomes.items():
         assert failed == 1, message
-        assert f"noticed by rank {rank}, waiting for the" in message
+        assert f"noticed by rank {rank} in receive from rank 1, the" in message
         assert after < AT_ONCE
         assert again[0] == "Closed"
         assert "rank 1 failed" in again[1]
@@ -247,7 +247,9 @@ def test_an_exception_reaches_every_rank_with_the_line_it_comes_from(pool):
             assert "RuntimeError" in message
             assert "the fuse has blown" in message
             assert "test_failures.py" in message
-            assert re.search(r"waiting for the \w+ of microbatch \d for stage \d at \S+\.py:\d+\)$", message)
+            assert re.search(
+                r"in receive from rank 1, the \w+ of microbatch \d for stage \d at \S+\.py:\d+\)$", message
+            )
             assert 'in forward: raise RuntimeError("the fuse has blown")' in message
 
 
@@ -329,3 +331,20 @@ def test_a_loss_without_a_gradient_is_named():
     assert last[0] == "UnsupportedOp"
     assert "the loss of microbatch 0 depends on nothing that requires a gradient" in last[1]
     assert first[0] == "PeerFailed"
+
+
+def one_step_less(group):
+    pipe = Pipeline([make_model(1), make_model(1)], group, "1f1b", 4, nn.functional.mse_loss)
+    for _ in range(3 - (group.rank == group.world_size - 1)):
+        step(pipe, make_batch(4))
+    group.barrier()
+
+
+def test_a_rank_with_a_step_less_that_waits_in_a_collective_is_told(on_backend):
+    """On processes both waited for their timeouts."""
+    with pytest.raises((echelon.CollectiveMismatch, echelon.DeadlockError)) as caught:
+        on_backend(one_step_less, 2)
+    told = str(caught.value)
+    assert "in receive from rank 1, the gradient of microbatch 0 for stage 0" in told
+    assert "barrier" in told
+    assert ": make the same calls of Pipeline on every rank, as many steps" in told

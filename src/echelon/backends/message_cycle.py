@@ -17,6 +17,7 @@ from typing import Any
 from echelon.backends.base import Backend
 from echelon.backends.status import ANSWER_SECONDS, Standing, Status, wait_behind
 from echelon.backends.work import Work
+from echelon.call_site import calling_place, line_of
 from echelon.errors import DeadlockError
 from echelon.operation_records import MessageWait
 
@@ -41,7 +42,7 @@ def ends_within(backend: Backend, work: Work[Any], src: int, seconds: float) -> 
     if work.ends_within(first):
         return True
     recorder = backend.flight_recorder
-    text = str(work.flight or work.description)
+    text = operation_of(work)
     outer = recorder.message_wait  # of a handler of a signal, which waits inside of this wait
     recorder.message_wait = MessageWait(next(_numbers), get_ident(), src, work, text)
     try:
@@ -56,6 +57,14 @@ def ends_within(backend: Backend, work: Work[Any], src: int, seconds: float) -> 
         return work.has_ended
     finally:
         recorder.message_wait = outer
+
+
+def operation_of(work: Work[Any]) -> str:
+    """Returns the message that the calling thread waits for, with the user's line, for an error."""
+    if work.flight is not None:
+        return str(work.flight)
+    line = line_of(calling_place())
+    return f"{work.description}{line and f' at {line}'}"
 
 
 def chain(backend: Backend, first: int, until: Work[Any] | None = None) -> dict[int, Status]:

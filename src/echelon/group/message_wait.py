@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from echelon.backends.base import Backend
 from echelon.backends.formats.wire import Tag
-from echelon.backends.message_cycle import ends_within
+from echelon.backends.message_cycle import ends_within, operation_of
 from echelon.backends.status import ANSWER_SECONDS, Question
 from echelon.backends.work import Work
 from echelon.call_site import shortened
@@ -69,7 +69,7 @@ def wait_for(
             where = describe_peers(backend, peers, members, context, min(timeout, ANSWER_SECONDS))
             if work.has_ended:  # while the others were asked
                 continue
-            text = f"rank {backend.rank} in {work.flight or work.description}: waited {now - begun:.1f} s for {where}"
+            text = f"rank {backend.rank} in {operation_of(work)}: waited {now - begun:.1f} s for {where}"
             if now >= deadline:
                 raise Timeout(text, where.ranks)
             logger.warning("%s", shortened(text))
@@ -77,7 +77,7 @@ def wait_for(
         except PeerFailed as error:
             if error.operation:
                 raise
-            raise error.noticed_by(f"rank {backend.rank} in {work.flight or work.description}") from error
+            raise error.noticed_by(f"rank {backend.rank} in {operation_of(work)}") from error
 
 
 def receive(

@@ -8,12 +8,11 @@ from functools import partial
 from typing import NamedTuple
 
 from echelon.backends.delivery import ANY
-from echelon.backends.formats.wire import Tag, readable
+from echelon.backends.formats.wire import TRANSFERS, Tag, readable
 from echelon.call_site import line_of, place_of_thread, source_of
 from echelon.collectives.calls.hang_diagnosis import first_at_other_lines
 from echelon.errors import DeadlockError
 from echelon.operation_records import FlightRecorder, OperationRecord
-from echelon.pipeline.run.transfer import what_passes
 from echelon.purposes import cure_of
 from echelon.simulation.backend import SEND, Passage, StoreWait, VirtualWork
 from echelon.simulation.scheduler import Task
@@ -183,7 +182,7 @@ def _advice(cycle: Sequence[Waiting], mispaired: Collection[int]) -> str:
     """Returns the remedy for tasks that wait for each other. `mispaired`: ranks whose receives fit no message."""
     # Not of a rank's wait for its own asynchronous operation, which is listed twice.
     calls = {task.rank: task.doing for task in cycle if task.group or task.peers != (task.rank,)}
-    if all(task.is_collective for task in cycle) and (cure := cure_of(calls)):
+    if cure := cure_of(calls):
         return cure
     if len({task.context for task in cycle}) == 1 or not all(task.group for task in cycle):
         if all(task.is_collective for task in cycle):
@@ -270,8 +269,8 @@ def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
     passage = work.description
     if not isinstance(passage, Passage):
         return str(passage)
-    if value := what_passes(passage.tag):
-        return f"{passage.doing} rank {passage.peer}, {value}"
+    if passage.tag.sequence >= TRANSFERS:
+        return str(passage)
     flight = _flight_of(work, recorder)
     group = "" if flight is None or flight.shown_group == "world" else f", of group {flight.shown_group!r}"
     purpose = None if flight is None else flight.purpose
@@ -315,4 +314,4 @@ def _whom(peer: int) -> str:
 
 
 def _name_of(tag: Tag) -> str:
-    return what_passes(tag) or f"tag {tag.step}"
+    return str(tag) if tag.sequence >= TRANSFERS else f"tag {tag.step}"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from echelon._torch_private.tensors import DispatchMode
-from echelon.backends.formats.wire import Tag, as_sent, readable
+from echelon.backends.formats.wire import TRANSFERS, Tag, as_sent, readable
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import as_bytes, describe
 from echelon.backends.modes import normal_mode
@@ -24,7 +24,6 @@ from echelon.backends.work import Work
 from echelon.call_site import Place, calling_place, line_of, source_of
 from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.operation_records import FlightRecorder
-from echelon.pipeline.run.transfer import TRANSFERS
 from echelon.simulation.called_lines import CalledLines
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan

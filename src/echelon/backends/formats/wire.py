@@ -51,7 +51,24 @@ class Tag(NamedTuple):
     def __str__(self) -> str:
         if self.sequence == 0:
             return f"tag {self.step}"
+        if self.sequence >= TRANSFERS:
+            value = "gradient" if self.sequence & 1 else "input"
+            return f"the {value} of microbatch {self.step // TRANSFER_PARTS} for stage {self.sequence >> 1 & _STAGES}"
         return f"tag {self.step} of operation {self.sequence} in context {self.context:x}"
+
+
+# The sequence number of a transfer holds TRANSFERS, the stage and the direction. Its step holds the microbatch and the
+# number of the tensor.
+TRANSFERS = 1 << 63
+"""First sequence number of transfers between stages. The collectives of the same group have smaller ones."""
+TRANSFER_PARTS = 1 << 10
+"""Number of messages that a transfer may have."""
+_STAGES = (1 << 19) - 1
+
+
+def transfer_tag(context: int, stage: int, microbatch: int, *, is_gradient: bool) -> Tag:
+    """Returns the tag of the first message of a transfer to a stage. Each message after it has the next step."""
+    return Tag(context, TRANSFERS | stage << 1 | is_gradient, microbatch * TRANSFER_PARTS)
 
 
 MAX_NOTE_BYTES = 1024

@@ -103,10 +103,11 @@ class HangDiagnosis:
             # Asked again: it may have called the collective before it began to wait.
             status = self._ask([peer]).get(peer)
             if status is not None and status.standing in _NOT_CALLED and not has_come():
+                advice = "make all ranks of the group call the collective, or pass the message before it"
+                advice = self._cure({rank: each.text for rank, each in waits.items()}) or advice
                 raise CollectiveMismatch(
                     f"{self._mine()} waits for rank {peer}, which waits for a message instead, and so for this rank: "
-                    f"{described(waits)}: make all ranks of the group call the collective, or pass the message before "
-                    "it"
+                    f"{described(waits)}: {advice}"
                 )
             return
         if status.standing in _BEHIND and (waits := self._mixed_circle()) and not has_come():

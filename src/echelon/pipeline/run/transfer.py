@@ -23,12 +23,12 @@ import torch
 from echelon._torch_private.autograd import forward_ad_level
 from echelon._torch_private.tensors import storage_users, transform_stack
 from echelon.backends.admission import check_values
-from echelon.backends.formats.wire import MAX_NOTE_BYTES, Tag
+from echelon.backends.formats.wire import MAX_NOTE_BYTES, TRANSFER_PARTS, Tag, transfer_tag
 from echelon.backends.memory import plain
 from echelon.backends.messages import PreparedReceive, PreparedSend
 from echelon.backends.work import Message, Work
 from echelon.call_site import calling_place, line_of
-from echelon.errors import PeerFailed, Timeout, UnsupportedOp
+from echelon.errors import PeerFailed, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.group.message_wait import MessageLateness, wait_for
 from echelon.pipeline.plan.action import Handover
@@ -182,11 +182,6 @@ class PendingSends:
 
 _APART = "+"
 """Note of a message that carries the structure; the tensors follow in messages of their own."""
-# A tag's sequence holds TRANSFERS, the stage and the direction; its step the microbatch and the number of the tensor.
-_PARTS = 1 << 10
-_STAGES = (1 << 19) - 1
-TRANSFERS = 1 << 63
-"""First sequence number of transfers. The collectives of the same group have smaller ones."""
 
 
 class _Expected(NamedTuple):
@@ -312,9 +307,9 @@ class Receiver:
             if not is_alone or (first is not place and self._expected[0][:2] != (first.shape, first.dtype)):
                 return self._put_together(first, note)
         except PeerFailed as error:
-            raise error.noticed_by(self._operation()) from error
-        except Timeout as error:
-            raise Timeout(f"{self._operation()}: {error}", error.ranks) from error
+            line = line_of(calling_place())
+            receive = f"receive from rank {self._src}, {self._tag}{line and f' at {line}'}"
+            raise error.noticed_by(f"rank {self._backend.rank} in {receive}") from error
         self._works = []
         # Made for this value, so it is the leaf itself.
         return first.requires_grad_() if BARE[note] else first
@@ -356,13 +351,9 @@ class Receiver:
                 return message
             work = self._post(part, place)
         group = self._group
-        tensor = wait_for(self._backend, work, [self._src], group.ranks, group.context, group.timeout)
+        ranks, context, timeout = group.ranks, group.context, group.timeout
+        tensor = wait_for(self._backend, work, [self._src], ranks, context, timeout, is_blocking=True)
         return Message(tensor, work.note)
-
-    def _operation(self) -> str:
-        """Returns this rank's operation in words, for errors."""
-        line = line_of(calling_place())
-        return f"rank {self._backend.rank}, waiting for {_in_words(self._handover)}{line and f' at {line}'}"
 
     def _place(self, part: int) -> torch.Tensor | None:
         """Returns a buffer for a tensor like the last one. None if there was none, or if it needs no buffer."""
@@ -383,17 +374,16 @@ class Receiver:
 
 
 def _tag(group: ProcessGroup, handover: Handover) -> Tag:
-    """Returns the tag of the first message of a handover. Each message after it has the next step."""
-    sequence = TRANSFERS | handover.stage << 1 | handover.backward
-    return Tag(group.context, sequence, handover.microbatch * _PARTS)
+    return transfer_tag(group.context, handover.stage, handover.microbatch, is_gradient=handover.backward)
 
 
 def _messages(value: Value) -> list[tuple[torch.Tensor, str]]:
     """Returns the messages of a value: tensors and their notes."""
     structure = structure_of(value)
     tensors = [_sendable(tensor) for tensor in tensors_of(value)]
-    if len(tensors) >= _PARTS:
-        raise UnsupportedOp(f"{len(tensors)} tensors pass between two stages: at most {_PARTS - 1} can; stack some")
+    if len(tensors) >= TRANSFER_PARTS:
+        most = TRANSFER_PARTS - 1
+        raise UnsupportedOp(f"{len(tensors)} tensors pass between two stages: at most {most} can; stack some")
     if tensors and (structure.isascii() and len(structure) <= MAX_NOTE_BYTES):
         return [(tensors[0], structure), *((tensor, "") for tensor in tensors[1:])]
     # A structure that does not fit into a note, or has no tensor to go with, is a message of bytes.
@@ -409,18 +399,6 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
 def detached(value: Value) -> Value:
     """Returns the value with its tensors detached: leaves of a new graph, with the same memory."""
     return map_tensors(lambda tensor: _leaf(tensor, tensor.requires_grad), value)
-
-
-def what_passes(tag: Tag) -> str:
-    """Describes the transfer that a message with this tag belongs to. Empty if it belongs to none."""
-    if tag.sequence < TRANSFERS:
-        return ""
-    return _in_words(Handover(tag.sequence >> 1 & _STAGES, tag.step // _PARTS, bool(tag.sequence & 1)))
-
-
-def _in_words(handover: Handover) -> str:
-    value = "gradient" if handover.backward else "input"
-    return f"the {value} of microbatch {handover.microbatch} for stage {handover.stage}"
 
 
 def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
