@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Never, NoReturn
 from echelon.arguments import choices, named, no_attribute, refuse_others
 from echelon.errors import InvalidArgument, InvalidWorldSize
 from echelon.group.group import ProcessGroup, check_group
+from echelon.wording import counted
 
 _OF_TORCH = {
     "size": "shape",
@@ -59,8 +60,8 @@ class Mesh:
             product = " x ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"
             count = "N" if not axes or wrong else math.prod(axes.values())
             raise InvalidWorldSize(
-                f"{product} does not make {group.world_size} ranks: choose sizes of at least 1 whose product is "
-                f"{group.world_size}, or start as many ranks: echelon run -n {count} script.py"
+                f"{product} does not make {counted(group.world_size, 'rank')}: choose sizes of at least 1 whose product "
+                f"is {group.world_size}, or start as many ranks: echelon run -n {count} script.py"
             )
         self.group = group
         self.shape = dict(axes)

@@ -34,7 +34,7 @@ binomial            lg(p)          lg(p)*(alpha + n*beta)
 scatter_all_gather  lg(p) + p-1    (lg(p) + p-1)*alpha + 2*n*(p-1)/p*beta
 hierarchical        lg(h) + lg(k)  lg(h)*(alpha + n*beta) + lg(k)*(local_alpha + n*local_beta)
 
-ECHELON_BROADCAST=NAME makes a group take another one
+ECHELON_BROADCAST=NAME selects another algorithm
 """
 
 

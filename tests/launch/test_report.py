@@ -395,7 +395,7 @@ def test_the_lines_of_a_message_are_told_once():
     error = ValueError("its first line " * 8 + "\nand its second" * 8)
     failure = report.describe(1, raised(error))
     trace = failure.told_once(failure.traceback)
-    assert trace.endswith("ValueError: as told above\n")
+    assert trace.endswith("ValueError: see above\n")
     source = 'raise ValueError("' + failure.long_text + '")'
     assert failure.told_once(source) == source, "a line of the source is no message"
 
@@ -408,7 +408,7 @@ def test_a_failure_of_all_ranks_by_the_message_of_one_is_told_once():
     assert repeated.blames == 0
     assert report.first_cause([repeated, cause]) is cause
     (line,) = report.consequences(cause, [repeated])
-    assert line.startswith("rank 1 raised InvalidArgument: rank 0: as told above (")
+    assert line.startswith("rank 1 raised InvalidArgument: rank 0: see above (")
     (line,) = report.consequences(cause, [report.describe(1, raised(ValueError("step 20 is older")))])
     assert line.startswith("rank 1 raised ValueError: step 20 is older (")
 

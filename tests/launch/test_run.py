@@ -171,7 +171,7 @@ def test_a_killed_rank_is_named_and_the_others_end_soon(script):
     ended = run(3, "--grace", "0.5", path)
     assert ended.status == 128 + signal.SIGKILL
     assert "echelon: rank 1 was killed by SIGKILL" in ended.err
-    assert "then ranks 0 and 2 went on for 0.5 s and were ended" in ended.err
+    assert "then ranks 0 and 2 kept running for 0.5 s and were terminated" in ended.err
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(script):
@@ -307,9 +307,9 @@ def test_a_long_error_is_told_once(script, tmp_path):
     ended = run(2, path, str(tmp_path))
     assert ended.err.count("long long text") == 1
     *_, trace, then, cause = ended.err.splitlines()
-    assert trace == "[1] ValueError: as told above"
-    assert then.startswith("echelon: then rank 0 raised PeerFailed: rank 1 failed: ValueError: as told above (")
-    assert re.fullmatch(rf"echelon: root cause: rank 1 raised ValueError \({path}:\d+\), as told above", cause)
+    assert trace == "[1] ValueError: see above"
+    assert then.startswith("echelon: then rank 0 raised PeerFailed: rank 1 failed: ValueError: see above (")
+    assert re.fullmatch(rf"echelon: root cause: rank 1 raised ValueError \({path}:\d+\), see above", cause)
 
 
 def test_an_error_with_a_file_name_that_is_no_text_is_told(script):
@@ -346,7 +346,7 @@ def test_ranks_that_all_fail_alike_have_no_root_cause(script, tmp_path):
         2, script(textwrap.dedent(REPORTING) + "raise ValueError('one long line of a message\\n' * 8)"), str(tmp_path)
     )
     assert ended.err.count("message one long line") == 7, "not in the traceback, and not at the end"
-    assert re.search(r"all 2 ranks failed alike: each raised ValueError \(.*\), as told above\n$", ended.err)
+    assert re.search(r"all 2 ranks failed alike: each raised ValueError \(.*\), see above\n$", ended.err)
     ended = run(3, script("sys.exit(3 * (rank > 0))"))
     assert "alike" not in ended.err, "rank 0 ended well"
 

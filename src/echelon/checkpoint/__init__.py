@@ -1,6 +1,6 @@
-"""Checkpoints that cannot be torn and fit any layout.
+"""Checkpoints that are atomic and fit any layout.
 
-`Store` is a folder of them. Its names are imported on first use: the process that writes beside training starts with
+`Store` is a folder of them. Its names are imported on first use: the process that writes in the background starts with
 this package, and torch takes seconds.
 """
 

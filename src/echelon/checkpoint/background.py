@@ -1,4 +1,4 @@
-"""Start of the process that writes beside training, and the memory that it shares with its rank."""
+"""Start of the process that writes in the background, and the memory that it shares with its rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Priority of the processes that write beside training.
+"""Priority of the processes that write in the background.
 
 The kernel shares processors between sessions before it does so inside of one (CONFIG_SCHED_AUTOGROUP), and a writer is
 alone in its own. So its nice value counts for nothing, and that of its session for all: four spinning writers of nice

@@ -1,4 +1,4 @@
-"""Process that writes one rank's file of a checkpoint beside training.
+"""Process that writes one rank's file of a checkpoint in the background.
 
 Strategy. The rank copies its part into shared memory and starts this process with three inherited files: the memory, a
 record that is locked, and the job as JSON. It imports no torch, has a session of its own, and so outlives the rank. It

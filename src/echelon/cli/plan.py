@@ -127,7 +127,7 @@ class PlanOptions:
         if self.schedule is not None and request is not None and not (self.is_file and self.compare):
             if not self.is_file and self.schedule not in schedules.names():
                 raise ScheduleError(_unknown(self.schedule))
-            raise ScheduleError(f"{self.schedule} and {request} are two requests: give one of them")
+            raise ScheduleError(f"{self.schedule} and {request} cannot be combined: give one of them")
         if self.schedule is None and request is None:
             names = ", ".join(schedules.names())
             raise ScheduleError(f"no schedule was named: give one of {names}, a .csv file, --search or --compare")

@@ -151,7 +151,7 @@ def _print_list(console: Console, operation: str, rows: list[dict[str, Any]]) ->
         times = (_duration(row["seconds"]), "yes" if row["chosen"] else "") if timed else ()
         table.append((row["algorithm"], str(row["rounds"]), *times, row["cost"]))
     print_table(console, table, left=range(len(table[0])))
-    write(console, f"\n{variable_of(operation)}=NAME makes a group take another one")
+    write(console, f"\n{variable_of(operation)}=NAME selects another algorithm")
 
 
 def _print_plan(console: Console, plan: Plan, num_bytes: int, values: dict[str, Any]) -> None:

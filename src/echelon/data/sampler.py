@@ -40,8 +40,8 @@ class DistributedSampler(Sampler[int]):
     """Sampler that deals each sample of a dataset to exactly one rank, once an epoch.
 
     Each pass is the next epoch, in an order of its own: `set_epoch` is not needed. A loop that ends early is continued
-    by the next pass. A state that is saved inside a loop, after its last sample, is of this epoch still: the resumed
-    loop has no samples, and what follows it runs, such as the step of a scheduler. No sample is repeated to make ranks
+    by the next pass. A state that is saved inside a loop, after its last sample, still belongs to this epoch: the
+    resumed loop has no samples, and what follows it runs, such as the step of a scheduler. No sample is repeated to make ranks
     equal: without `drop_last` some ranks have one sample more. `DistributedDataParallel(average="samples")` weighs
     ranks by their samples. `join()` serves loops in which some ranks have a batch more, which happens if the last one
     has fewer samples than there are ranks.

@@ -95,7 +95,7 @@ class RankFailure:
         if not self.long_text:
             return self.hinted
         where = f" ({self.where})" if self.where else ""
-        return f"{self.summary.partition(': ')[0]}{where}, as told above{self.hint and f': {self.hint}'}"
+        return f"{self.summary.partition(': ')[0]}{where}, see above{self.hint and f': {self.hint}'}"
 
     @property
     def long_text(self) -> str:
@@ -120,7 +120,7 @@ class RankFailure:
             return report
         # The summary is one line, and a message may have several. After ": ", since a line of the source may have it.
         lines = r"\s+".join(map(re.escape, text.split()))
-        return re.sub(rf"(?<=: ){lines}", "as told above", report)
+        return re.sub(rf"(?<=: ){lines}", "see above", report)
 
 
 _LONG = 150
@@ -298,7 +298,7 @@ def note_checkpoint(step: int, path: str) -> None:
     """Tells the launcher that a checkpoint is on disk. Does nothing without a launcher."""
     if error_file := os.environ.get(ERROR_FILE):
         partial = f"{error_file}.checkpoint-{os.getpid()}"
-        # A writer beside training outlives the launcher, and so the folder of these files.
+        # A writer in the background outlives the launcher, and so the folder of these files.
         with suppress(OSError):
             with open(partial, "w", encoding="utf-8") as file:
                 json.dump({"step": step, "path": path}, file)

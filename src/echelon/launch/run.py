@@ -424,7 +424,9 @@ class FailureLog:
             return cause.status
         after = consequences(cause, (failure for failure in self._failures if failure.rank != cause.rank))
         if silent := ended - self.ranks:
-            after.append(f"{listed(silent)} went on for {grace:g} s and {'was' if len(silent) == 1 else 'were'} ended")
+            after.append(
+                f"{listed(silent)} kept running for {grace:g} s and {'was' if len(silent) == 1 else 'were'} terminated"
+            )
         for line in after:
             self._say(f"then {line}")
         # Last, where one looks: below the traceback, and the failures that it led to.

@@ -297,7 +297,7 @@ def _raise_first(outcomes: dict[int, Outcome], world_size: int) -> NoReturn:
     # Pickling loses an exception's traceback, so the rank's comes along as a note.
     there = f":\n{cause.traceback.rstrip()}" if cause.traceback else ""
     if are_alike(failures, world_size):
-        error.add_note(f"all {world_size} ranks failed alike, rank {cause.rank} too{there}")
+        error.add_note(f"all {world_size} ranks raised this error, as rank {cause.rank}{there}")
         raise error
     error.add_note(f"rank {cause.rank} failed first{there}")
     for line in consequences(cause, (failure for failure in failures if failure is not cause)):
