@@ -105,6 +105,15 @@ class DataLoader(TorchDataLoader[Any]):
         """Number of the epoch from 0: inside a loop that of the loop, else that of the next one."""
         return self._samples.epoch
 
+    @property
+    def batches_left(self) -> int:
+        """Number of this rank's batches that are left in the epoch. 0 while a loop has its last one.
+
+        In a resumed epoch a loop has fewer batches than `len(loader)`, which is the number of the whole epoch.
+        """
+        assert self.batch_size is not None
+        return -(-self._samples.samples_left // self.batch_size)
+
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch. Does nothing within that epoch, and is not needed.
 

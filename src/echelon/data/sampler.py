@@ -41,9 +41,9 @@ class DistributedSampler(Sampler[int]):
 
     Each pass is the next epoch, in an order of its own: `set_epoch` is not needed. A loop that ends early is continued
     by the next pass. A state that is saved inside a loop, after its last sample, still belongs to this epoch: the
-    resumed loop has no samples, and what follows it runs, such as the step of a scheduler. No sample is repeated to make ranks
-    equal: without `drop_last` some ranks have one sample more. `DistributedDataParallel(average="samples")` weighs
-    ranks by their samples. `join()` serves loops in which some ranks have a batch more, which happens if the last one
+    resumed loop has no samples, and what follows it runs, such as the step of a scheduler. No sample is repeated to
+    make ranks equal: without `drop_last` some ranks have one sample more. `DistributedDataParallel(average="samples")`
+    weighs ranks by their samples. `join()` serves loops in which some ranks have a batch more, which happens if the last one
     has fewer samples than there are ranks.
 
     Give torch's DataLoader `generator=torch.Generator()`. Without one it draws a number from the global generator at
@@ -126,6 +126,15 @@ class DistributedSampler(Sampler[int]):
     def epoch(self) -> int:
         """Number of the epoch from 0: inside a loop that of the loop, else that of the next one."""
         return self.place.epoch
+
+    @property
+    def samples_left(self) -> int:
+        """Number of this rank's samples that are left in the epoch. 0 after the last one, while its loop runs.
+
+        In a resumed epoch a loop has fewer samples than `len(sampler)`, which is the number of the whole epoch.
+        """
+        position = self.place.position
+        return len(range(position + self._group.rank, self._end(position), self._group.world_size))
 
     @refuse_others()
     def set_epoch(self, epoch: int) -> None:
