@@ -59,9 +59,10 @@ class Mesh:
         if not axes or wrong or math.prod(axes.values()) != group.world_size:
             product = " x ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"
             count = "N" if not axes or wrong else math.prod(axes.values())
+            ranks = counted(group.world_size, "rank")
             raise InvalidWorldSize(
-                f"{product} does not make {counted(group.world_size, 'rank')}: choose sizes of at least 1 whose product "
-                f"is {group.world_size}, or start as many ranks: echelon run -n {count} script.py"
+                f"{product} does not make {ranks}: choose sizes of at least 1 whose product is "
+                f"{group.world_size}, or start as many ranks: echelon run -n {count} script.py"
             )
         self.group = group
         self.shape = dict(axes)

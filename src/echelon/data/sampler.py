@@ -43,8 +43,8 @@ class DistributedSampler(Sampler[int]):
     by the next pass. A state that is saved inside a loop, after its last sample, still belongs to this epoch: the
     resumed loop has no samples, and what follows it runs, such as the step of a scheduler. No sample is repeated to
     make ranks equal: without `drop_last` some ranks have one sample more. `DistributedDataParallel(average="samples")`
-    weighs ranks by their samples. `join()` serves loops in which some ranks have a batch more, which happens if the last one
-    has fewer samples than there are ranks.
+    weighs ranks by their samples. `join()` serves loops in which some ranks have a batch more, which happens if the
+    last one has fewer samples than there are ranks.
 
     Give torch's DataLoader `generator=torch.Generator()`. Without one it draws a number from the global generator at
     each pass. A run that is resumed within an epoch would then draw one number more, and dropout would differ from
