@@ -5,10 +5,9 @@ import pytest
 from echelon.purposes import BACKWARD, FORWARD, JOIN, LOAD, PIPELINE, SAVE, SHARD, SHARDED_STEP, TIED, WRAP, cure_of
 
 BACK = "DDP's backward of step 5 of group 'world' at train.py:9"
-RUN_FEWER = (
-    "run fewer steps (batches) than rank 0: use ddp.join(), or give every rank the same number of batches, as by "
-)
-RUN_FEWER += "drop_last=True or a DistributedSampler"
+SAME = "use ddp.join(), or give every rank the same number of batches, as by drop_last=True or a DistributedSampler"
+IF_FEWER = f"if rank 1 ran fewer steps (batches) than rank 0, {SAME}"
+ALONE = "if rank 1 calls barrier alone, call it on every rank"
 SAVES = "call Store.save on every rank, outside of `if rank == 0`"
 
 
@@ -17,37 +16,37 @@ SAVES = "call Store.save on every rank, outside of `if rank == 0`"
     [
         (
             "barrier, #3 of group 'world' at train.py:20",
-            f"rank 1 may have {RUN_FEWER}; else, call barrier on every rank",
+            f"{ALONE}; {IF_FEWER}",
         ),
-        ("", f"rank 1 may have {RUN_FEWER}"),
-        ("past barrier, #3 of group 'world' at train.py:20", f"rank 1 may have {RUN_FEWER}"),
+        ("", IF_FEWER),
+        ("past barrier, #3 of group 'world' at train.py:20", IF_FEWER),
         (BACK, ""),
         (FORWARD, "run as many forwards and backwards on every rank, which takes the same number of batches"),
         (JOIN, "enter ddp.join() on every rank"),
-        (f"in {SAVE} of group 'world' at train.py:30", f"{SAVES}; else, rank 1 may have {RUN_FEWER}"),
+        (f"in {SAVE} of group 'world' at train.py:30", f"{SAVES}; {IF_FEWER}"),
     ],
 )
 def test_another_call_than_the_backward(other, cure):
     assert cure_of({0: BACK, 1: other}) == cure
 
 
+VALIDATES = "if rank 0 validates alone, call ddp.module there, in eval mode"
+
+
 @pytest.mark.parametrize(
-    ("mine", "other_cause"),
+    ("mine", "cure"),
     [
-        (f"{FORWARD} of step 5", "if rank 0 validates alone, call ddp.module there, in eval mode"),
-        (FORWARD, "if rank 0 validates alone, call ddp.module there, in eval mode"),
-        (BACKWARD, "call barrier on every rank, or give DDP find_unused_parameters=True"),
+        (f"{FORWARD} of step 5", f"{VALIDATES}; {ALONE}; {IF_FEWER}"),
+        (FORWARD, f"{VALIDATES}; {ALONE}; {IF_FEWER}"),
+        (BACKWARD, f"{ALONE}; {IF_FEWER}; if some ranks leave parameters unused, give DDP find_unused_parameters=True"),
     ],
 )
-def test_another_cause_of_a_forward_and_of_torchs_backward(mine, other_cause):
-    assert (
-        cure_of({0: f"{mine} of group 'world'", 1: "in barrier, #3 of"})
-        == f"rank 1 may have {RUN_FEWER}; else, {other_cause}"
-    )
+def test_other_causes_of_a_forward_and_of_torchs_backward(mine, cure):
+    assert cure_of({0: f"{mine} of group 'world'", 1: "in barrier, #3 of"}) == cure
 
 
 def test_a_rank_that_has_ended_ran_fewer_steps_for_sure():
-    assert cure_of({0: BACK, 1: ""}, have_ended=True) == f"rank 1 {RUN_FEWER.replace('run', 'ran', 1)}"
+    assert cure_of({0: BACK, 1: ""}, have_ended=True) == f"rank 1 ran fewer steps (batches) than rank 0: {SAME}"
 
 
 @pytest.mark.parametrize("call", [BACKWARD, FORWARD, JOIN, LOAD, PIPELINE, SAVE, SHARD, SHARDED_STEP, TIED, WRAP])

@@ -70,22 +70,24 @@ def cure_of(calls: Mapping[int, str], *, have_ended: bool = False) -> str:
     if stepping and JOIN in found:
         return "enter ddp.join() on every rank"
     if stepping and others:
-        ran = "ran" if have_ended and not cures else "may have run"
-        cures.append(
-            f"{listed(others)} {ran} fewer steps (batches) than {listed(stepping)}: use ddp.join(), or give every rank "
-            "the same number of batches, as by drop_last=True or a DistributedSampler"
-        )
-        has_other_cause = not have_ended and len(cures) == 1
-        if has_other_cause and FORWARD in found:
+        behind = f"{listed(others)} ran fewer steps (batches) than {listed(stepping)}"
+        same = "give every rank the same number of batches, as by drop_last=True or a DistributedSampler"
+        cure = f"use ddp.join(), or {same}"
+        if have_ended and not cures:
+            return f"{behind}: {cure}"
+        may_be_alone = not have_ended and not cures
+        own = _OWN_CALL.match(calls[others[0]]) if may_be_alone else None
+        if may_be_alone and FORWARD in found:
             cures.append(f"if {listed(stepping)} validates alone, call ddp.module there, in eval mode")
+        if own:
+            cures.append(f"if {listed(others)} calls {own[1]} alone, call it on every rank")
+        cures.append(f"if {behind}, {cure}")
         # Without a step it is of torch's DDP, which leaves out the buckets of parameters without a gradient.
-        elif has_other_cause and (found_call := _OWN_CALL.match(calls[others[0]])):
-            is_of_torch = not any(_STEP in calls[rank] for rank in stepping)
-            unused = ", or give DDP find_unused_parameters=True" if is_of_torch else ""
-            cures.append(f"call {found_call[1]} on every rank{unused}")
+        if own and BACKWARD in found and not any(_STEP in calls[rank] for rank in stepping):
+            cures.append("if some ranks leave parameters unused, give DDP find_unused_parameters=True")
     elif stepping:
         cures.append("run as many forwards and backwards on every rank, which takes the same number of batches")
-    return "; else, ".join(cures)
+    return "; ".join(cures)
 
 
 def _name(text: str) -> str:

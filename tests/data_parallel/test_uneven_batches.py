@@ -10,8 +10,8 @@ from echelon import DDP
 from tests.helpers.models import backward, fill, mlp
 
 CURE = (
-    r"fewer steps \(batches\) than rank 0: use ddp\.join\(\), or give every rank the same number of batches, as by "
-    r"drop_last=True or a DistributedSampler"
+    r"ran fewer steps \(batches\) than rank 0(:|,) use ddp\.join\(\), or give every rank the same number of batches, "
+    r"as by drop_last=True or a DistributedSampler"
 )
 
 
@@ -30,7 +30,7 @@ def test_a_rank_that_has_returned_ran_fewer_steps(world_size, has_buffers):
     with pytest.raises(echelon.DeadlockError) as caught:
         echelon.simulate(one_batch_less, world_size, (has_buffers, "return"))
     last = world_size - 1
-    assert re.search(rf"which has returned: rank {last} ran {CURE}\n", str(caught.value))
+    assert re.search(rf"which has returned: rank {last} {CURE}\n", str(caught.value))
     assert f"rank 0 waits for rank {last} in DDP's backward of step 3, at " in str(caught.value)
     assert f"rank {last} has returned, after DDP's backward of step 2 at " in str(caught.value)
 
@@ -39,9 +39,8 @@ def test_a_rank_that_has_returned_ran_fewer_steps(world_size, has_buffers):
 def test_a_rank_that_waits_elsewhere_probably_ran_fewer_steps(run, has_buffers):
     with pytest.raises((echelon.DeadlockError, echelon.CollectiveMismatch)) as caught:
         run(one_batch_less, 2, has_buffers, "barrier")
-    assert re.search(
-        rf": rank 1 may have run {CURE}(\n|; else, |$)", str(caught.value).partition("  rank 0 waits")[0], re.MULTILINE
-    )
+    first = str(caught.value).partition("  rank 0 waits")[0]
+    assert re.search(rf"[:;] if rank 1 {CURE}(\n|;|$)", first, re.MULTILINE)
     assert "DDP's " in str(caught.value)
     assert "world/" not in str(caught.value)
 
@@ -52,7 +51,7 @@ def test_a_process_that_has_closed_its_group_ran_fewer_steps(pool):
     assert re.match(
         "DDP's backward of step 3 of group 'world' at .* on rank 0, but rank 1: it has closed", str(caught.value)
     )
-    assert re.search(rf"past DDP's backward of step 2 of group 'world' at .*: rank 1 ran {CURE}$", str(caught.value))
+    assert re.search(rf"past DDP's backward of step 2 of group 'world' at .*: rank 1 {CURE}$", str(caught.value))
 
 
 def _closes(group):

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 from collections import namedtuple
@@ -656,3 +657,44 @@ def test_the_last_words_of_a_stream_are_the_exception_or_the_last_line():
     )
     assert words("x" * 1000) == "x" * 300 + "..."
     assert words("") == words("  \n") == ""
+
+
+CRASH = """\
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at pair.cc:456] 8 vs 4. Is there a distributed collective mismatch in your code?
+Fatal Python error: Aborted
+
+Thread 0x00007ffb0a7f9b80 (most recent call first):
+  File "{torch}/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "{script}", line 2 in <module>
+"""
+
+
+def test_a_crash_in_c_plus_plus_has_its_words_and_the_line_of_the_user(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import torch\ntorch.distributed.all_reduce(x)\n")
+    library = os.path.join(sysconfig.get_path("purelib"), "torch")
+    stream = MarkedStream(1, io.BytesIO())
+    assert stream.crash() == ""
+    stream.feed(CRASH.format(torch=library, script=path).encode())
+    assert stream.crash() == (
+        f"at {path}:2: torch.distributed.all_reduce(x): [enforce fail at pair.cc:456] 8 vs 4. Is there a distributed "
+        "collective mismatch in your code?"
+    )
+
+
+def test_a_crash_of_gloo_leads_to_a_simulation(script):
+    what = "  what():  8 vs 4. Is there a distributed collective mismatch in your code?"
+    ended = run(
+        1,
+        script(f"""
+        sys.stderr.write({what!r} + "\\n"); sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGABRT)
+    """),
+    )
+    last = ended.err.splitlines()[-1]
+    assert last.startswith("echelon: rank 0 was killed by SIGABRT")
+    assert last.endswith(
+        ": 8 vs 4. Is there a distributed collective mismatch in your code?: ranks have called different collectives: "
+        "run the script by echelon simulate, which names both lines"
+    )

@@ -39,6 +39,8 @@ _ON_TORCH = {
     "'gloo', or run the script for GPUs that are not there by echelon foresee",
     "ProcessGroupNCCL is only supported with GPUs": "NCCL needs GPUs, and torch finds none here: give "
     "init_process_group 'gloo', or run the script for GPUs that are not there by echelon foresee",
+    "distributed collective mismatch": "ranks have called different collectives: run the script by echelon "
+    "simulate, which names both lines",
     "Unknown backend type echelon": "import echelon.interop.torch_distributed first, which registers it",
 }
 """Advice by a part of the error's text, for programs without a group of Echelon, too."""

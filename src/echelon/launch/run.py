@@ -225,17 +225,17 @@ class RankProcess:
             self.send_signal(signal.SIGKILL)
         return self._process.wait()
 
-    def failure(self, at: float, last_words: str) -> RankFailure:
+    def failure(self, at: float, stderr: MarkedStream) -> RankFailure:
         """Returns the rank's failure: its own report, or a record made from its exit code. Call it after `reap`.
 
         Args:
             at: time at which the end was noticed, on the clock of `time.monotonic`.
-            last_words: line of its stderr that says why it ended, or empty.
+            stderr: the rank's stderr, which may say why it ended.
         """
         if reported := self.reported():
             return reported
         code = self._process.returncode
-        words = last_words if code > 0 else ""  # a signal's name says more
+        words = stderr.last_words() if code > 0 else stderr.crash()
         summary = f"{describe_exit(code)}{f': {words}' if words else ''}"
         hint = advice_on_last_words(words)
         return RankFailure(rank=self.rank, at=at, summary=summary, status=exit_status(code), hint=hint)
@@ -277,6 +277,8 @@ _LONGEST_LINE = 1 << 20
 _RECENT_LINES = 50
 """Most lines of a stream that are kept. torch writes some after the traceback of a rank."""
 
+_CRASH = "Fatal Python error: "
+"""Beginning of faulthandler's text, which the stacks of all threads follow."""
 _LONGEST_WORDS = 300
 """Most characters of a rank's last words in a message."""
 
@@ -327,8 +329,7 @@ class MarkedStream:
 
         A rank that ends before `echelon.init` reports no failure, so its stderr has to say why.
         """
-        # torch prefixes the lines of a traceback by "[rank1]: ".
-        lines = [line.decode(errors="replace").removeprefix(f"[rank{self._rank}]: ").rstrip() for line in self._recent]
+        lines = self._recent_lines()
         begin = max((n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")), default=-1)
         ends = [line for line in lines[begin + 1 :] if line and not line[0].isspace()]
         words = ends[0 if begin >= 0 else -1] if ends else ""
@@ -336,7 +337,19 @@ class MarkedStream:
             # An indented line goes on with the message, as in torch's errors of a state_dict.
             following = lines[lines.index(words, begin) + 1 :]
             words = one_line("\n".join([words, *takewhile(lambda line: line[:1].isspace(), following)]))
-        return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}..."
+        return _shortest(words)
+
+    def crash(self) -> str:
+        """Returns what faulthandler and C++ have written on a crash: the exception, and the line of the user's code."""
+        lines = self._recent_lines()
+        begin = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), len(lines))
+        place = whereabouts.place_in("\n".join(lines[begin:]))
+        error = next((line.partition("what():")[2].strip() for line in lines[:begin] if "what():" in line), "")
+        return ": ".join(filter(None, (place and f"at {place}", _shortest(error))))
+
+    def _recent_lines(self) -> list[str]:
+        # torch prefixes the lines of a traceback by "[rank1]: ".
+        return [line.decode(errors="replace").removeprefix(f"[rank{self._rank}]: ").rstrip() for line in self._recent]
 
     def _show(self, text: bytes) -> None:
         if self._status is not None and text != self._bar:
@@ -377,6 +390,10 @@ class Console:
         """Writes a message of the launcher itself."""
         self.stderr.write(f"echelon: {message}\n".encode(errors="backslashreplace"))
         self.stderr.flush()
+
+
+def _shortest(words: str) -> str:
+    return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}..."
 
 
 class FailureLog:
@@ -544,7 +561,7 @@ class Launcher:
         if code == 0 or (ended_by_us and process.reported() is None):
             return
         is_first = not self._failures.ranks
-        self._failures.add(process.failure(at, self._streams[process.stderr].last_words()))
+        self._failures.add(process.failure(at, self._streams[process.stderr]))
         if self._interrupted_by:
             return
         if is_first:
