@@ -122,7 +122,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
-# Lightning, Accelerate and what PyTorch's own tests import.
+# Lightning, Accelerate, TensorBoard and what PyTorch's own tests import.
 $(INTEROP): $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,interop]"
 	@touch $@

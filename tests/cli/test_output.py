@@ -127,6 +127,7 @@ def test_the_shell_completes_commands_and_options(words, completed):
 def test_help_says_the_exit_statuses(capsys):
     text = " ".join(printed(capsys, "--help").split())
     assert "Exit status: 0 if all went well. 1 if a run, a check or a forecast failed. 2 if the command line" in text
+    assert "130 after Ctrl-C. 141 if the reader of the output has gone. 143 after SIGTERM." in text
 
 
 def test_run_says_what_it_starts(capfd, tmp_path):

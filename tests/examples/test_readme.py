@@ -1,7 +1,11 @@
 """The README shows the small examples as they are, and they run."""
 
+import os
 import re
+import shlex
+import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ import torch
 import echelon
 from echelon.cli import main
 from tests.helpers.examples import EXAMPLES, run_example, run_example_as_rank
+from tests.helpers.pages import FORECAST_OF, LONG_WORK
 
 OUTPUTS = {
     "ddp.py": r"loss 0\.\d+ on 2 ranks\n",
@@ -87,3 +92,24 @@ def test_the_readme_shows_what_a_hang_prints(monkeypatch, capfd):
     ((command, expected),) = re.findall(r"```console\n\$ echelon (simulate .*)\n((?:.*\n)*?)```", readme)
     assert main(command.split()) == 1
     assert capfd.readouterr().err == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_readme_shows_what_64_gpus_are_foreseen_to_do():
+    if not version("torch").startswith(FORECAST_OF):
+        pytest.skip(f"shows a forecast by torch {FORECAST_OF}")
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    ((command, expected),) = re.findall(r"```console\n\$ echelon (foresee .*)\n((?:.*\n)*?)```", readme)
+    ended = subprocess.run(
+        [sys.executable, "-m", "echelon", *shlex.split(command)],
+        cwd=EXAMPLES.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # as on a terminal, in the order in which they come
+        text=True,
+        timeout=390,
+        check=False,
+    )
+    assert LONG_WORK.sub("", ended.stdout) == expected
+    assert ended.returncode == 0

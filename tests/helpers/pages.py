@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 _BLOCK = re.compile(r"^```(python|py title=\"[^\"]+\"|console)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M | re.S)
-_LONG_WORK = re.compile(r"^echelon: (?:.* so far|foreseeing .* at once|\d+ of \d+: .*)\n", re.M)
+LONG_WORK = re.compile(r"^echelon: (?:.* so far|foreseeing .* at once|\d+ of \d+: .*)\n", re.M)
 """Lines on long work, which come by the clock: a slow machine prints others, in another order."""
+FORECAST_OF = "2.13"
+"""Version of torch whose operators the forecast on a page was recorded with: others fuse and allocate otherwise."""
 
 
 class Block(NamedTuple):
@@ -92,7 +94,7 @@ def _printed_by(command: str, folder: Path) -> str:
     )
     # Of launchers the ranks' output alone: what they say of themselves is no part of the program.
     is_launcher = words[0] == "torchrun" or words[:2] == ["echelon", "run"]
-    return done.stdout if is_launcher and done.returncode == 0 else done.stdout + _LONG_WORK.sub("", done.stderr)
+    return done.stdout if is_launcher and done.returncode == 0 else done.stdout + LONG_WORK.sub("", done.stderr)
 
 
 def with_outputs(text: str, folder: Path, name: str) -> str:

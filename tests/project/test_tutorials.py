@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.pages import blocks_of, outputs
+from tests.helpers.pages import FORECAST_OF, blocks_of, outputs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*(DOCS / "tutorials").glob("*.md"), *(DOCS / "coming_from").glob("*.md")])
 QUICK = ("write_a_schedule", "choose_a_schedule")
-FORECAST_OF = "2.13"
-"""Version of torch whose operators the forecast on a page was recorded with: others fuse and allocate otherwise."""
 
 
 @pytest.mark.timeout(900)

@@ -13,7 +13,8 @@ from echelon.cli import app as cli
 _INTRODUCTION = """# Commands
 
 `echelon COMMAND --help` prints the same on a terminal. `python -m echelon` is the same program. The exit status is 0
-after success, 2 for a wrong argument, 130 after Ctrl-C, and 1 for any other failure, unless a command says otherwise.
+after success, 2 for a wrong argument, 130 after Ctrl-C, 141 if the reader of the output has gone, 143 after SIGTERM,
+and 1 for any other failure, unless a command says otherwise.
 """
 
 

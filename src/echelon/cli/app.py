@@ -30,8 +30,8 @@ _SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 _STATUSES = """Exit status: 0 if all went well. 1 if a run, a check or a forecast failed. 2 if the command line is
-wrong. 130 after Ctrl-C. 141 if the reader of the output has gone. `run` ends with the status of the first rank that
-failed, 128 + n if signal n ended it."""
+wrong. 130 after Ctrl-C. 141 if the reader of the output has gone. 143 after SIGTERM. `run`, `simulate` and `foresee`
+end with the status of the first rank that failed. With `run` it is 128 + n if signal n ended that rank."""
 
 
 class _Returned(NamedTuple):

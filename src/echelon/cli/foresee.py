@@ -130,8 +130,9 @@ def foresee(options: ForeseeOptions) -> int:
     """Foresees a training step of a script on a cluster: time, memory, exposed communication, mistakes.
 
     Needs no GPU, and computes nothing: the script runs with tensors that have shapes but no values, on one rank for
-    each role. Nothing is written to files. The exit status is 0, or 1 if the script does not fit into memory, fails, or
-    its ranks disagree. Options go before SCRIPT; words after it are passed to the script.
+    each role. Nothing is written to files. The exit status is 0, that of the first rank that failed, or 1 if the script
+    does not fit into memory or its ranks disagree. Ctrl-C and SIGTERM end --sweep with its table so far. Options go
+    before SCRIPT; words after it are passed to the script.
     """
     options.check()
     if options.calibrate is not None:
