@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,9 @@ import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
+from matplotlib.path import Path
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from echelon.errors import EchelonError, FileError, InvalidArgument
 from echelon.pipeline import Costs, Schedule, schedules
@@ -20,7 +23,8 @@ from echelon.pipeline.plan.action import parse
 from echelon.timeline.critical import critical_lines
 from echelon.timeline.figure import figure_of
 from echelon.timeline.palette import COLORS
-from echelon.timeline.timeline import Level, Timeline
+from echelon.timeline.svg import compact
+from echelon.timeline.timeline import Level, Timeline, Transfer
 
 
 def simulated(name: str, num_ranks: int, num_microbatches: int, **costs) -> Timeline:
@@ -144,6 +148,34 @@ def test_a_picture_says_what_it_shows(tmp_path):
     assert "activations held, peak at the right" in found
 
 
+def test_a_drawing_has_few_bytes_for_a_step(tmp_path):
+    timeline = simulated("zb-v", 4, 8, transfer=0.1)
+    timeline.draw(tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    assert len(text) / sum(map(len, timeline.steps)) < 600, "1036 as matplotlib writes it"
+
+
+def test_shapes_of_one_style_become_one_path():
+    one, other = (
+        '<path d="M 1.23456 -0.001 \nL 2 3 \nz\n" style="fill: red"/>',
+        '<path d="M 4 5 \n" style="fill: red"/>',
+    )
+    assert compact(f"{one}\n  {other}") == '<path d="M1.23 0L2 3zM4 5" style="fill: red"/>'
+    blue = other.replace("red", "blue")
+    assert compact(f"{one}\n{blue}").count("<path") == 2
+    transparent = other.replace("red", "red; opacity: 0.5")
+    assert compact(transparent * 2).count("<path") == 2, "overlapping ones are darker"
+
+
+def test_warm_up_and_drain_have_one_entry_for_both_panels(tmp_path):
+    """One panel has only a warm-up: the legend had an entry for that beside the one for both."""
+    short = Timeline(((parse("0F0"),), (parse("1F0"),)), ((0,), (1,)), ((1,), (3,)))
+    late = Timeline(((parse("0F0"),), (parse("1F0"),)), ((1,), (2,)), ((3,), (3,)))
+    short.draw(tmp_path / "both.svg", against=late)
+    found = re.findall(r">([^<]*(?:warm-up|drain)[^<]*)</text>", (tmp_path / "both.svg").read_text())
+    assert found == ["warm-up and drain"]
+
+
 def test_boxes_are_where_the_spans_are():
     timeline = simulated("1f1b", 3, 4)
     (axes,) = panels(figure_of(timeline))
@@ -189,6 +221,53 @@ def test_the_critical_path_goes_from_the_first_step_to_the_last():
     (drawn,) = [collection for collection in axes.collections if collection.get_gid() == "critical path"]
     assert len(drawn.get_segments()) == len(lines)
     assert critical_lines(ANYTHING["text"]) == [], "without transfers there is nothing to follow"
+
+
+def lines_through_labels(axes, lines) -> list[str]:
+    """Labels whose middle has a line within 3 points."""
+    place, crossed = axes.transData.transform, []
+    near = 3 / 72 * axes.figure.dpi
+    for text in axes.texts:
+        middle = place(text.get_position())
+        for line in map(place, lines):
+            path = Path(line)
+            box = Bbox.from_extents(*(middle - near), *(middle + near))
+            if text.get_gid() == "label" and path.intersects_bbox(box, filled=False):
+                crossed.append(text.get_text())
+    return crossed
+
+
+def critical_path(axes):
+    (drawn,) = [collection for collection in axes.collections if collection.get_gid() == "critical path"]
+    return drawn.get_segments()
+
+
+def transferred(ranks, start: int) -> Timeline:
+    """Microbatch 0 on the first of some ranks, and on the last one from `start` on. All compute microbatch 1 first."""
+    steps = tuple((parse(f"{rank}F1"), parse(f"{rank}F0")) for rank in range(3))
+    starts = tuple((0, start if rank == ranks[-1] else 2) for rank in range(3))
+    ends = tuple((1, start + 2 if rank == ranks[-1] else 4) for rank in range(3))
+    return Timeline(steps, starts, ends, transfers=(Transfer(ranks[0], 0, ranks[-1], 1, 1, start),))
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (2, 1)])
+def test_the_critical_path_does_not_cross_labels_of_neighbouring_ranks(ranks):
+    """The oblique line of a measured run once crossed the next step of the rank that it comes from."""
+    (axes,) = panels(figure_of(transferred(ranks, start=5)))
+    assert any(len({y for _, y in line.tolist()}) > 1 for line in critical_path(axes)), "a line to another rank"
+    assert lines_through_labels(axes, critical_path(axes)) == []
+
+
+@pytest.mark.parametrize("ranks", [(0, 2), (2, 0)])
+def test_the_critical_path_passes_below_the_labels_between_distant_ranks(ranks, tmp_path):
+    timeline = transferred(ranks, start=5)
+    figure = figure_of(timeline)
+    (axes,) = panels(figure)
+    assert lines_through_labels(axes, critical_path(axes)) == ["0"]
+    ((*_, fill),) = polygons(axes, "halo")
+    assert fill == COLORS["F"]
+    order = {artist.get_gid(): artist.get_zorder() for artist in axes.get_children()}
+    assert order["boxes"] < order["critical path"] < order["halo"] < order["label"]
 
 
 def test_the_strip_of_memory_is_as_high_as_what_a_rank_holds():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from echelon.errors import InvalidArgument
+from echelon.timeline.hatch import LINES
 from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, THEMES, contrast, text_color, theme_named, tone_of
 
 # Of linear RGB; Machado, Oliveira and Fernandes, 2009, severity 1.
@@ -70,6 +71,26 @@ def test_kinds_of_a_pipeline_differ_in_print():
 def test_text_on_a_box_can_be_read(tone):
     assert contrast(text_color(COLORS[tone]), COLORS[tone]) >= 4.5, "WCAG asks for 4.5"
     assert tone in NAMES
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_causes_of_idle_time_stay_apart(theme):
+    colors = THEMES[theme]
+    for cause, fill in colors.idle.items():
+        assert contrast(colors.hatch[cause], colors.page) >= 3, "WCAG asks for 3 between a line and its background"
+        assert contrast(colors.hatch[cause], fill) >= 3
+    looks = {(LINES[cause], colors.idle[cause], colors.hatch[cause]) for cause in ("warm_up", "drain")}
+    assert len(looks) == 1, "the legend has one entry for both"
+    causes = [cause for cause in CAUSE_NAMES if cause != "drain"]
+    fills = [colors.page, *(colors.idle[cause] for cause in causes)]
+    seen = [perceived(fill, "normal") for fill in fills]
+    assert min(np.linalg.norm(one - other) for one, other in itertools.combinations(seen, 2)) > 0.035
+    for one, other in itertools.combinations([LINES[cause] for cause in causes], 2):
+        directions = [tuple(distance > 0 for distance in distances) for distances in (one, other)]
+        dense, sparse = sorted(max(distances) for distances in (one, other))
+        assert any(one)
+        assert any(other)
+        assert directions[0] != directions[1] or sparse >= 3 * dense, "for colour-blind readers and print"
 
 
 @pytest.mark.parametrize("theme", THEMES)

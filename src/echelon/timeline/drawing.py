@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.arguments import check_path, writing
 from echelon.errors import EchelonError, FileError, InvalidArgument
 from echelon.timeline.palette import theme_named
+from echelon.timeline.svg import compact
 from echelon.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -84,10 +86,17 @@ def save(make: Callable[[], Figure], path: str | os.PathLike[str], others: tuple
     # Starts from the default style, so a style that the program has set for its own figures changes nothing here. Text
     # kept as text can be searched and keeps the file small. The salt makes the ids in an SVG the same in every run.
     own = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42}
+    # An SVG lists all these fonts at every text.
+    own |= {"font.sans-serif": ["DejaVu Sans"], "font.monospace": ["DejaVu Sans Mono"]}
     with style.context(["default", own]):
         figure = make()
         with writing(path):
-            figure.savefig(path, format=suffix[1:], dpi=_DPI, metadata=_METADATA[suffix])
+            if suffix == ".svg":
+                text = StringIO()
+                figure.savefig(text, format="svg", dpi=_DPI, metadata=_METADATA[suffix])
+                Path(path).write_text(compact(text.getvalue()), encoding="utf-8")
+            else:
+                figure.savefig(path, format=suffix[1:], dpi=_DPI, metadata=_METADATA[suffix])
 
 
 def _suffix(path: str | os.PathLike[str], known: tuple[str, ...]) -> str:

@@ -101,5 +101,6 @@ def _wanted_width(panel: Panel) -> float:
 
 def _items(panels: list[Panel], theme: Theme) -> list[Item]:
     # A planned and a measured timeline usually have the same entries, which then stand there once.
-    found = dict.fromkeys(item for panel in panels for item in items_of(panel, theme))
+    causes = {gap.cause for panel in panels for row in panel.layout.rows for gap in row.gaps}
+    found = dict.fromkeys(item for panel in panels for item in items_of(panel, causes, theme))
     return sorted(found, key=lambda item: SHAPES.index(item.shape))

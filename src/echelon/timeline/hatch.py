@@ -1,4 +1,4 @@
-"""Hatching of waits: lines across a rectangle, so that the causes of idle time differ in greyscale too."""
+"""Hatching of idle time: lines across a rectangle, so that its causes differ in greyscale too."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import NamedTuple
 from echelon.timeline.timeline import Cause
 
 # matplotlib has hatches, but writes all their lines into an SVG, which makes it three times as large.
-# Inches between lines, for those that rise to the right and for those that fall. 0: there are none.
-_LINES: Mapping[Cause, tuple[float, float]] = {
-    "other_ranks": (0.1, 0.0),
-    "transfer": (0.0, 0.05),
+LINES: Mapping[Cause, tuple[float, float]] = {
+    "warm_up": (0.0, 0.18),
+    "other_ranks": (0.09, 0.0),
+    "transfer": (0.0, 0.045),
     "overhead": (0.1, 0.1),
+    "drain": (0.0, 0.18),
 }
+"""Inches between the lines of a cause: of those that rise to the right, and of those that fall. 0: there are none."""
 
 
 class Stroke(NamedTuple):
@@ -27,9 +29,9 @@ class Stroke(NamedTuple):
 
 
 def strokes(cause: Cause, left: float, right: float, top: float, bottom: float) -> Iterator[Stroke]:
-    """Yields the lines across a rectangle, in inches with y downwards. None for warm-up and drain."""
+    """Yields the lines across a rectangle, in inches with y downwards."""
     height = bottom - top
-    for distance, rises in zip(_LINES.get(cause, ()), (True, False), strict=False):
+    for distance, rises in zip(LINES[cause], (True, False), strict=True):
         if not distance:
             continue
         # Multiples of the distance, not of the rectangle's edge: neighbours then look like one area.

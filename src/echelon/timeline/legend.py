@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from echelon.timeline.critical import critical_lines
@@ -41,13 +41,18 @@ class Item(NamedTuple):
         return _SWATCH + 0.07 + len(self.name) * _SIZE * _CHARACTER + _SPACE
 
 
-def items_of(panel: Panel, theme: Theme) -> Iterator[Item]:
-    """Yields entries for all that occurs in a panel."""
+def items_of(panel: Panel, causes: Collection[Cause], theme: Theme) -> Iterator[Item]:
+    """Yields entries for all that occurs in a panel.
+
+    Args:
+        panel: the panel.
+        causes: causes of idle time in the whole figure: warm-up and drain share an entry, if both occur in some panel.
+        theme: the theme of the figure.
+    """
     for tone in panel.layout.tones:
         yield Item("box", NAMES[tone], COLORS[tone])
     if panel.layout.num_chunks > 1:
         yield Item("chunk", chunk_words(panel.layout.num_chunks), COLORS["F"])
-    causes = {gap.cause for row in panel.layout.rows for gap in row.gaps}
     for cause, words in cause_words(causes):
         yield Item("idle", words, theme.idle[cause], cause)
     if critical_lines(panel.timeline):
@@ -104,11 +109,11 @@ def _draw_swatch(axes: Axes, item: Item, x: float, y: float, theme: Theme) -> No
             [x, x + 0.08, x + 0.08, x + _SWATCH], [y, y, y - 0.07, y - 0.07], y + 0.05, color=item.fill, lw=0
         )
         return
-    edge = theme.hatch if item.shape == "idle" else "none"
+    edge = theme.hatch[item.cause] if item.cause else "none"
     corner = (x, y - _HEIGHT / 2)
     axes.add_patch(Rectangle(corner, _SWATCH, _HEIGHT, facecolor=item.fill, edgecolor=edge, linewidth=0.4))
     if item.cause:
         for stroke in strokes(item.cause, x, x + _SWATCH, y - _HEIGHT / 2, y + _HEIGHT / 2):
-            axes.plot([stroke.left, stroke.right], [stroke.first, stroke.second], color=theme.hatch, linewidth=0.5)
+            axes.plot([stroke.left, stroke.right], [stroke.first, stroke.second], color=edge, linewidth=0.5)
     if item.shape == "chunk":
         axes.add_patch(Rectangle((x, corner[1] + 0.02), _SWATCH, 0.025, facecolor=text_color(item.fill), linewidth=0))

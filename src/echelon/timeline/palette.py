@@ -95,7 +95,7 @@ class Theme:
         line: Thin separators.
         memory: Area of held memory.
         idle: Background of idle time, by its cause.
-        hatch: Lines on the background of a wait.
+        hatch: Lines on the background of idle time, by its cause.
     """
 
     page: str
@@ -104,7 +104,7 @@ class Theme:
     line: str
     memory: str
     idle: Mapping[Cause, str]
-    hatch: str
+    hatch: Mapping[Cause, str]
 
 
 THEMES: Mapping[str, Theme] = {
@@ -115,13 +115,19 @@ THEMES: Mapping[str, Theme] = {
         line="#dfe3e8",
         memory="#b6bdc8",
         idle={
-            "warm_up": "#f3f4f6",
-            "other_ranks": "#e9ebef",
-            "transfer": "#d8f1f4",
-            "overhead": "#f7ded9",
-            "drain": "#f3f4f6",
+            "warm_up": "#f0f2f5",
+            "other_ranks": "#dbdfe6",
+            "transfer": "#c4f0f5",
+            "overhead": "#f9d6cf",
+            "drain": "#f0f2f5",
         },
-        hatch="#c3c9d2",
+        hatch={
+            "warm_up": "#818a97",
+            "other_ranks": "#6f7987",
+            "transfer": "#2b7f8c",
+            "overhead": "#b5523f",
+            "drain": "#818a97",
+        },
     ),
     "dark": Theme(
         page="#1a1e23",
@@ -130,13 +136,19 @@ THEMES: Mapping[str, Theme] = {
         line="#39414a",
         memory="#59636f",
         idle={
-            "warm_up": "#22272d",
-            "other_ranks": "#2b3138",
-            "transfer": "#1f3c42",
-            "overhead": "#4a2a26",
-            "drain": "#22272d",
+            "warm_up": "#242a31",
+            "other_ranks": "#363e48",
+            "transfer": "#1f4f59",
+            "overhead": "#5a2f28",
+            "drain": "#242a31",
         },
-        hatch="#4a535e",
+        hatch={
+            "warm_up": "#6c7784",
+            "other_ranks": "#8d98a5",
+            "transfer": "#6fb7c4",
+            "overhead": "#d98a7b",
+            "drain": "#6c7784",
+        },
     ),
 }
 

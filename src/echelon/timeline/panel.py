@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +15,7 @@ from echelon.timeline.words import axis_words, memory_text, time_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.collections import Collection
 
 SMALLEST = 7.0
 """Points of the smallest text."""
@@ -147,33 +148,36 @@ def _edges(panel: Panel, top: float, box: Box, row: Row) -> tuple[float, float]:
 
 
 def _paint_gaps(axes: Axes, panel: Panel, scale: float, theme: Theme) -> None:
-    from matplotlib.collections import LineCollection, PolyCollection
+    from matplotlib.collections import LineCollection
 
     by_cause: dict[Cause, list[Corners]] = {}
-    lines: list[Corners] = []
+    lines: dict[Cause, list[Corners]] = {}
     for row, top in zip(panel.layout.rows, panel.tops, strict=True):
         for start, end, cause in row.gaps:
             left, right, bottom = float(start), float(end), top + panel.sizes.box
             by_cause.setdefault(cause, []).append(_rectangle(left, right, top, bottom))
             for stroke in strokes(cause, left * scale, right * scale, top, bottom):
-                lines.append([(stroke.left / scale, stroke.first), (stroke.right / scale, stroke.second)])
-    # autolim: the limits are set, and matplotlib would go through all corners to find them.
-    axes.add_collection(
-        LineCollection(lines, colors=theme.hatch, linewidths=0.5, zorder=1.5, gid="hatch"), autolim=False
-    )
+                ends = [(stroke.left / scale, stroke.first), (stroke.right / scale, stroke.second)]
+                lines.setdefault(cause, []).append(ends)
+    hatch = [line for each in lines.values() for line in each]
+    colors = [theme.hatch[cause] for cause, each in lines.items() for _ in each]
+    _add(axes, LineCollection(hatch, colors=colors, linewidths=0.5, zorder=1.5, gid="hatch"))
     for cause, corners in sorted(by_cause.items()):
-        axes.add_collection(
-            PolyCollection(
-                corners,
-                facecolors=theme.idle[cause],
-                edgecolors="none",
-                linewidths=0,
-                zorder=1,
-                # Also the id of the element in an SVG.
-                gid=f"idle {cause}",
-            ),
-            autolim=False,
-        )
+        # gid: also the id of the element in an SVG.
+        _add(axes, _areas(corners, theme.idle[cause], zorder=1, gid=f"idle {cause}"))
+
+
+def _areas(corners: Sequence[Corners], fills: str | Sequence[str], zorder: float, gid: str) -> Collection:
+    from matplotlib.collections import PolyCollection
+
+    return PolyCollection(corners, facecolors=fills, edgecolors="none", linewidths=0, zorder=zorder, gid=gid)
+
+
+def _add(axes: Axes, collection: Collection) -> None:
+    # Nothing lies outside of the axes. A reference to their edges at every shape would be a third of an SVG.
+    collection.set_clip_on(False)
+    # autolim: the limits are set, and matplotlib would go through all corners to find them.
+    axes.add_collection(collection, autolim=False)
 
 
 def _paint_boxes(axes: Axes, panel: Panel, boxes: Sequence[_Placed], edge: str | None) -> None:
@@ -181,24 +185,20 @@ def _paint_boxes(axes: Axes, panel: Panel, boxes: Sequence[_Placed], edge: str |
 
     corners = [_rectangle(box.start, box.end, *_edges(panel, top, box, row)) for top, box, row in boxes]
     fills = [COLORS[box.tone] for _, box, _ in boxes]
-    axes.add_collection(
-        PolyCollection(
-            corners,
-            facecolors=fills,
-            edgecolors=fills if edge is None else edge,
-            linewidths=0.3 if edge is None else 0.6,
-            zorder=2,
-            rasterized=len(boxes) > _MANY_BOXES,
-            gid="boxes",
-        ),
-        autolim=False,
+    collection = PolyCollection(
+        corners,
+        facecolors=fills,
+        edgecolors=fills if edge is None else edge,
+        linewidths=0.3 if edge is None else 0.6,
+        zorder=2,
+        rasterized=len(boxes) > _MANY_BOXES,
+        gid="boxes",
     )
+    _add(axes, collection)
 
 
 def _paint_marks(axes: Axes, panel: Panel, boxes: Iterable[_Placed]) -> None:
     """Paints lines at the top of the boxes of later chunks: one for the second chunk, two for the third, and so on."""
-    from matplotlib.collections import PolyCollection
-
     corners, fills = [], []
     for top, box, row in boxes:
         upper, lower = _edges(panel, top, box, row)
@@ -210,15 +210,10 @@ def _paint_marks(axes: Axes, panel: Panel, boxes: Iterable[_Placed]) -> None:
             corners.append(_rectangle(box.start, box.end, start, start + step))
             fills.append(text_color(COLORS[box.tone]))
     if corners:
-        axes.add_collection(
-            PolyCollection(corners, facecolors=fills, edgecolors="none", linewidths=0, zorder=2.5, gid="chunks"),
-            autolim=False,
-        )
+        _add(axes, _areas(corners, fills, zorder=2.5, gid="chunks"))
 
 
 def _paint_memory(axes: Axes, panel: Panel, theme: Theme) -> None:
-    from matplotlib.collections import PolyCollection
-
     if not panel.sizes.strip:
         return
     areas = []
@@ -243,40 +238,67 @@ def _paint_memory(axes: Axes, panel: Panel, theme: Theme) -> None:
             va="center_baseline",
             gid="peak",
         )
-    axes.add_collection(
-        PolyCollection(areas, facecolors=theme.memory, edgecolors="none", linewidths=0, zorder=2, gid="memory"),
-        autolim=False,
-    )
+    _add(axes, _areas(areas, theme.memory, zorder=2, gid="memory"))
 
 
 def _paint_critical_path(axes: Axes, panel: Panel, theme: Theme) -> None:
     from matplotlib.collections import LineCollection
 
-    lines = critical_lines(panel.timeline)
-    if not lines:
-        return
-    places = [top + panel.sizes.box for row, top in zip(panel.layout.rows, panel.tops, strict=True) if not row.is_lane]
-    width = min(1.6, 10 * panel.sizes.box)
-    segments = [[(start, places[rank]), (end, places[other])] for start, rank, end, other in lines]
-    axes.add_collection(
-        LineCollection(segments, colors=theme.ink, linewidths=width, capstyle="round", zorder=3, gid="critical path"),
-        autolim=False,
-    )
+    lines = list(_critical_path(panel))
+    if lines:
+        width = min(1.6, 10 * panel.sizes.box)
+        path = LineCollection(
+            lines,
+            colors=theme.ink,
+            linewidths=width,
+            capstyle="round",
+            joinstyle="round",
+            zorder=3,
+            gid="critical path",
+        )
+        _add(axes, path)
+
+
+def _critical_path(panel: Panel) -> Iterator[Corners]:
+    """Yields the lines of the critical path: along the lower edges of boxes, and from rank to rank."""
+    tops = [top for row, top in zip(panel.layout.rows, panel.tops, strict=True) if not row.is_lane]
+    box = panel.sizes.box
+    for start, rank, end, other in critical_lines(panel.timeline):
+        first, last = (start, tops[rank] + box), (end, tops[other] + box)
+        # Upright at the edges of boxes, and oblique in the space between rows: there are no labels.
+        if other < rank:
+            yield [first, (start, tops[rank]), last]
+        elif other > rank:
+            yield [first, (end, tops[other]), last]
+        else:
+            yield [first, last]
 
 
 def _paint_labels(axes: Axes, boxes: Sequence[_Placed], panel: Panel, scale: float) -> None:
+    from matplotlib.path import Path
+    from matplotlib.transforms import Bbox
+
     longest = max((len(box.short) for box in panel.layout.boxes if box.is_action), default=0)
     size = _size([item[1] for item in boxes], panel, scale, longest)
     if size is None:
         return
+    path = [Path(line) for line in _critical_path(panel)]
+    halos, fills = [], []
     for top, box, row in boxes:
         text = _text(box, size, scale, longest)
         upper, lower = _edges(panel, top, box, row)
         if not text or size / 72 > lower - upper:
             continue
+        x, y = (box.start + box.end) / 2, (upper + lower) / 2
+        # The path between distant ranks runs through rows. It passes below a label.
+        width = len(text) * size * CHARACTER / scale
+        halo = _rectangle(x - width / 2, x + width / 2, y - size / 144, y + size / 144)
+        if any(line.intersects_bbox(Bbox((halo[0], halo[2])), filled=False) for line in path):
+            halos.append(halo)
+            fills.append(COLORS[box.tone])
         axes.text(
-            (box.start + box.end) / 2,
-            (upper + lower) / 2,
+            x,
+            y,
             text,
             ha="center",
             va="center_baseline",
@@ -287,6 +309,8 @@ def _paint_labels(axes: Axes, boxes: Sequence[_Placed], panel: Panel, scale: flo
             zorder=4,
             gid="label",
         )
+    if halos:
+        _add(axes, _areas(halos, fills, zorder=3.5, gid="halo"))
 
 
 def _text(box: Box, size: float, scale: float, longest: int) -> str:

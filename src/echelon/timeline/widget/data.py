@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from echelon.timeline.boxes import Box, Row, boxes_of
 from echelon.timeline.critical import critical_lines
+from echelon.timeline.hatch import LINES
 from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, Tone
 from echelon.timeline.timeline import Cause, Timeline
 from echelon.timeline.words import axis_words, chunk_words, figures, memory_text, memory_words, time_scale, title
@@ -153,6 +154,7 @@ class Data:
             "tones": [(NAMES[tone], COLORS[tone]) for tone in _TONES],
             "causes": _CAUSES,
             "causeNames": list(CAUSE_NAMES.values()),
+            "hatches": [[round(96 * distance) for distance in LINES[cause]] for cause in _CAUSES],
             "labels": list(self._labels),
             "texts": list(self._texts),
             "panels": panels,

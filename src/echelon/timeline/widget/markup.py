@@ -36,8 +36,9 @@ def style() -> str:
 
 
 def _colors(theme: Theme) -> str:
-    named = {name: getattr(theme, name) for name in ("page", "ink", "faint", "line", "memory", "hatch")}
+    named = {name: getattr(theme, name) for name in ("page", "ink", "faint", "line", "memory")}
     named |= {f"idle-{cause}": fill for cause, fill in theme.idle.items()}
+    named |= {f"hatch-{cause}": line for cause, line in theme.hatch.items()}
     return " ".join(f"--{name}: {value};" for name, value in named.items())
 
 
@@ -87,7 +88,8 @@ def _legend(data: Data) -> Iterator[str]:
     for words in dict.fromkeys(panel.chunk_words for panel in data.panels if panel.chunk_words):
         yield f'<span><i class="chunk" style="background: {COLORS["F"]}"></i>{words}</span>'
     for cause, words in cause_words(data.causes):
-        yield f'<span><i class="idle {cause}" style="background-color: var(--idle-{cause})"></i>{words}</span>'
+        colors = f"background-color: var(--idle-{cause}); --hatch: var(--hatch-{cause})"
+        yield f'<span><i class="idle {cause}" style="{colors}"></i>{words}</span>'
     if _has_path(data):
         yield '<span><i class="line"></i>critical path</span>'
     for words in dict.fromkeys(panel.memory_words for panel in data.panels if panel.memory_words):

@@ -61,16 +61,16 @@ for (const root of document.querySelectorAll(".timeline")) {
     return low;
   };
   const hatch = (pen, x, y, width, height, cause) => {
-    pen.strokeStyle = color("hatch");
+    pen.strokeStyle = color("hatch-" + data.causes[cause]);
     pen.lineWidth = 1;
     pen.save();
     pen.beginPath(); pen.rect(x, y, width, height); pen.clip();
     pen.beginPath();
-    const step = cause === "transfer" ? 5 : 9;
-    for (let at = Math.floor((x - height) / step) * step; at < x + width; at += step) {
-      pen.moveTo(at, y + height); pen.lineTo(at + height, y);
-      if (cause === "overhead") { pen.moveTo(at, y); pen.lineTo(at + height, y + height); }
-    }
+    data.hatches[cause].forEach((step, falls) => {
+      for (let at = Math.floor((x - height) / step) * step; step && at < x + width; at += step) {
+        pen.moveTo(at, falls ? y : y + height); pen.lineTo(at + height, falls ? y + height : y);
+      }
+    });
     pen.stroke();
     pen.restore();
   };
@@ -129,9 +129,9 @@ for (const root of document.querySelectorAll(".timeline")) {
       const [start, end, cause] = row.gaps[index], name = data.causes[cause], left = x(start), width = x(end) - left;
       pen.fillStyle = color("idle-" + name);
       pen.fillRect(left, row.top, width, row.height);
-      if (width > 3 && !["warm_up", "drain"].includes(name)) {
+      if (width > 3) {
         const shown = Math.max(left, GUTTER);
-        hatch(pen, shown, row.top, Math.min(left + width, pen.canvas.clientWidth) - shown, row.height, name);
+        hatch(pen, shown, row.top, Math.min(left + width, pen.canvas.clientWidth) - shown, row.height, cause);
       }
     }
     const searching = search.value.trim() !== "";
@@ -173,9 +173,16 @@ for (const root of document.querySelectorAll(".timeline")) {
   const place = (row, box) => box.half ? [row.top + (box.half === 2 ? row.height / 2 : 0), row.height / 2] : [row.top, row.height];
 
   const drawPath = (panel, pen, x) => {
-    const places = panel.rows.filter(row => !row.lane).map(row => row.top + row.height);
+    const tops = panel.rows.filter(row => !row.lane).map(row => row.top), places = panel.rows.filter(row => !row.lane).map(row => row.top + row.height);
     pen.strokeStyle = color("ink"); pen.lineWidth = 2; pen.lineCap = "round"; pen.beginPath();
-    for (const [start, rank, end, other] of panel.critical) { pen.moveTo(x(start / data.unit), places[rank]); pen.lineTo(x(end / data.unit), places[other]); }
+    for (const [start, rank, end, other] of panel.critical) {
+      const left = x(start / data.unit), right = x(end / data.unit);
+      pen.moveTo(left, places[rank]);
+      // Upright at the edges of boxes, and oblique in the space between rows: there are no texts.
+      if (other < rank) pen.lineTo(left, tops[rank]);
+      if (other > rank) pen.lineTo(right, tops[other]);
+      pen.lineTo(right, places[other]);
+    }
     pen.stroke();
   };
 
