@@ -1,5 +1,6 @@
 """One batch less on a rank of torch's DDP, without join(): the error names the cause and the cure."""
 
+import contextlib
 import re
 
 import pytest
@@ -63,6 +64,21 @@ def test_a_rank_that_reduces_alone_in_another_group_while_ddp_waits_is_told(in_w
         echelon.CollectiveMismatch, match=f"waits for (this )?rank.* DDP's {call}|DDP's {call}.* waits for"
     ):
         in_world(2, reduces_alone, has_buffers)
+
+
+def catches_the_mismatch(rank):
+    ddp = DistributedDataParallel(mlp())
+    if rank == 0:
+        loss_of(ddp(batch())).backward()
+    else:
+        with contextlib.suppress(echelon.CollectiveMismatch):
+            dist.all_reduce(torch.ones(3))
+
+
+def test_an_error_that_torchs_ddp_raises_keeps_its_type(in_world):
+    """It was the RuntimeError of torch's C++, where no other rank raised one."""
+    with pytest.raises(echelon.CollectiveMismatch, match="DDP's backward"):
+        in_world(2, catches_the_mismatch)
 
 
 class OwnCollective(torch.autograd.Function):

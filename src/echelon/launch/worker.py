@@ -36,6 +36,7 @@ from echelon.launch.environment import on_one_host, without_launcher
 from echelon.launch.init import CONNECT_TIMEOUT, carry, provide
 from echelon.launch.report import RankFailure, describe_exit, exit_status
 from echelon.launch.tuned import agreed_table
+from echelon.launch.wrapped import unwrapped
 
 _FAREWELL = b""
 _UNGUARDED = 87
@@ -249,7 +250,8 @@ def _run(job: Job) -> Outcome:
     except SystemExit as error:
         return Outcome(None, report.describe(job.rank, error)) if fails(error) else Outcome(pickle.dumps(None))
     except BaseException as error:
-        return Outcome(None, report.describe(job.rank, error), _pickled(error))
+        cause = unwrapped(error)
+        return Outcome(None, report.describe(job.rank, cause), _pickled(cause))
 
 
 def _pickled(error: BaseException) -> bytes | None:
