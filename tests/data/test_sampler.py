@@ -300,36 +300,38 @@ def test_all_stages_of_a_replica_have_its_samples_and_another_number_of_replicas
     assert sorted(two[0] + two[2] + one[0]) == list(range(16))
 
 
-def accumulate(group, kind, num_steps, state):
+def accumulate(group, num_steps, state, options):
     """Returns, for each step of two epochs, how many batches are left after it, and the last state."""
-    dataset = TensorDataset(torch.arange(11))
-    if kind == "loader":
-        loader = source = DataLoader(dataset, batch_size=1, group=group)
-    else:
-        source = DistributedSampler(dataset, group)
-        loader = TorchDataLoader(dataset, sampler=source, generator=torch.Generator())
+    loader = DataLoader(TensorDataset(torch.arange(11)), group=group, **options)
     if state is not None:
-        source.load_state_dict(state)
+        loader.load_state_dict(state)
     steps = []
-    for _ in range(source.epoch, 2):
+    for _ in range(loader.epoch, 2):
         for number, _ in enumerate(loader, 1):
-            left = source.batches_left if kind == "loader" else source.samples_left
-            if number % 2 == 0 or left == 0:
-                steps.append(left)
+            if number % 2 == 0 or loader.batches_left == 0:
+                steps.append(loader.batches_left)
                 if len(steps) == num_steps:
-                    return steps, source.state_dict()
+                    return steps, loader.state_dict()
+        assert loader.batches_left == len(loader), "the next epoch is whole"
     return steps, None
 
 
-@pytest.mark.parametrize("kind", ["loader", "sampler"])
-@pytest.mark.parametrize("stop", [1, 2, 3, 4])
-def test_a_resumed_epoch_tells_its_last_batch(kind, stop):
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"batch_size": 1}, [[4, 2, 0], [3, 1, 0]]),  # one rank has 6 samples, and the other 5
+        ({"batch_size": 1, "drop_last": True}, [[3, 1, 0], [3, 1, 0]]),
+        ({"batch_size": 2}, [[1, 0], [1, 0]]),  # the last batch of rank 1 is smaller
+        ({"batch_size": 1, "num_workers": 1}, [[4, 2, 0], [3, 1, 0]]),  # which prepare batches ahead
+    ],
+)
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_resumed_epoch_tells_its_last_batch(options, expected, stop):
     """Its loop has fewer batches than len(loader), so a script that compared with that missed the last step."""
-    # One rank has 6 samples, and the other 5.
-    whole = [steps for steps, _ in echelon.simulate(accumulate, 2, (kind, None, None)).results]
-    assert whole == [[4, 2, 0, 4, 2, 0], [3, 1, 0, 3, 1, 0]]
-    first = echelon.simulate(accumulate, 2, (kind, stop, None)).results
-    second = echelon.simulate(accumulate, 2, (kind, None, first[0][1])).results
+    whole = [each * 2 for each in expected]
+    assert [steps for steps, _ in echelon.simulate(accumulate, 2, (None, None, options)).results] == whole
+    first = echelon.simulate(accumulate, 2, (stop, None, options)).results
+    second = echelon.simulate(accumulate, 2, (None, first[0][1], options)).results
     assert [before + after for (before, _), (after, _) in zip(first, second, strict=True)] == whole
 
 

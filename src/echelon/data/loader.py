@@ -112,7 +112,7 @@ class DataLoader(TorchDataLoader[Any]):
         In a resumed epoch a loop has fewer batches than `len(loader)`, which is the number of the whole epoch.
         """
         assert self.batch_size is not None
-        return -(-self._samples.samples_left // self.batch_size)
+        return -(-len(self._samples.left()) // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch. Does nothing within that epoch, and is not needed.

@@ -127,15 +127,6 @@ class DistributedSampler(Sampler[int]):
         """Number of the epoch from 0: inside a loop that of the loop, else that of the next one."""
         return self.place.epoch
 
-    @property
-    def samples_left(self) -> int:
-        """Number of this rank's samples that are left in the epoch. 0 after the last one, while its loop runs.
-
-        In a resumed epoch a loop has fewer samples than `len(sampler)`, which is the number of the whole epoch.
-        """
-        position = self.place.position
-        return len(range(position + self._group.rank, self._end(position), self._group.world_size))
-
     @refuse_others()
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch. Does nothing within that epoch, and is not needed.
@@ -228,10 +219,14 @@ class DistributedSampler(Sampler[int]):
                         rank=self._group.ranks[rank],
                     )
 
+    def left(self) -> range:
+        """Returns this rank's places in the order of the epoch, from the present one on."""
+        position = self.place.position
+        return range(position + self._group.rank, self._end(position), self._group.world_size)
+
     def indices(self) -> list[int]:
         """Returns this rank's samples from the present place to the end of the epoch."""
-        epoch, position = self.place
-        mine = range(position + self._group.rank, self._end(position), self._group.world_size)
+        epoch, mine = self.place.epoch, self.left()
         if not self._shuffle:
             return list(mine)
         # A digest, not the sum that torch's sampler takes: seed 1 would begin with the second order of seed 0.
