@@ -84,6 +84,12 @@ def _ddp_call_of(path: str) -> str:
     return next((call for end, call in _OF_DDP.items() if path.endswith(end)), "")
 
 
+def with_line(operation: object) -> str:
+    """Returns an operation as text, with the line in the user's code from which this thread has called it."""
+    line = line_of(calling_place())
+    return f"{operation}{line and f' at {line}'}"
+
+
 def calling_place(depth: int = 1) -> Place | None:
     """Returns the innermost call site in the user's code that led here. None if there is none.
 

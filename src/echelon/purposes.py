@@ -19,7 +19,8 @@ SHARDED_STEP = "ZeroOptimizer.step"
 PIPELINE = "Pipeline"
 TIED = "Pipeline's tied weights"
 
-_OF_STEPS = (BACKWARD, FORWARD)
+OF_STEPS = (BACKWARD, FORWARD)
+"""Calls that each step makes."""
 _STEP = " of step "
 _OWN_CALL = re.compile(r"(?:in )?(?!past )(\w+)[^#]*, #\d")
 """Text of a collective that the program calls itself."""
@@ -65,7 +66,7 @@ def cure_of(calls: Mapping[int, str], *, have_ended: bool = False) -> str:
     if len(found) < 2:
         return ""
     cures = list(dict.fromkeys(cure for name, cure in _CURES.items() if name in found))
-    stepping = [rank for rank, name in names.items() if name in _OF_STEPS]
+    stepping = [rank for rank, name in names.items() if name in OF_STEPS]
     others = [rank for rank in names if rank not in stepping]
     if stepping and JOIN in found:
         return "enter ddp.join() on every rank"
@@ -78,9 +79,11 @@ def cure_of(calls: Mapping[int, str], *, have_ended: bool = False) -> str:
         may_be_alone = not have_ended and not cures
         own = _OWN_CALL.match(calls[others[0]]) if may_be_alone else None
         if may_be_alone and FORWARD in found:
-            cures.append(f"if {listed(stepping)} validates alone, call ddp.module there, in eval mode")
+            verb = "validates" if len(stepping) == 1 else "validate"
+            cures.append(f"if {listed(stepping)} {verb} alone, call ddp.module there, in eval mode")
         if own:
-            cures.append(f"if {listed(others)} calls {own[1]} alone, call it on every rank")
+            verb = "calls" if len(others) == 1 else "call"
+            cures.append(f"if {listed(others)} {verb} {own[1]} alone, call it on every rank")
         cures.append(f"if {behind}, {cure}")
         # Without a step it is of torch's DDP, which leaves out the buckets of parameters without a gradient.
         if own and BACKWARD in found and not any(_STEP in calls[rank] for rank in stepping):
@@ -95,4 +98,4 @@ def _name(text: str) -> str:
     text = text.removeprefix("in ")
     if _TRANSFER.match(text):
         return PIPELINE
-    return next((name for name in (*_OF_STEPS, *_CURES) if text.startswith(name)), "")
+    return next((name for name in (*OF_STEPS, *_CURES) if text.startswith(name)), "")

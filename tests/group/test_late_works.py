@@ -6,15 +6,20 @@ The ranks hear of it as the fault of the rank that was waited for, not of the on
 import os
 import re
 import signal
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import echelon
+from echelon.backends import work
 from echelon.data_parallel.hooks import CompressTo
 from echelon.errors import Timeout, failure_of
 from echelon.pipeline import Pipeline
+from echelon.purposes import BACKWARD, FORWARD, Purpose
 from tests.group.test_whereabouts import stay
 from tests.helpers.forked_ranks import run_forked
 
@@ -144,3 +149,22 @@ def test_a_rank_that_gives_up_blames_the_one_that_it_waited_for_if_there_is_one(
     assert failure_of(Timeout("late", (0, 2)), 1).rank == 1
     assert failure_of(Timeout("late"), 1).reason == "Timeout: late"
     assert failure_of(ValueError("bad"), 1).reason == "ValueError: bad"
+
+
+@pytest.mark.parametrize(("purpose", "waits"), [(Purpose(BACKWARD), True), (Purpose(FORWARD), True), (None, False)])
+def test_a_thread_that_sleeps_in_torchs_ddp_waits_for_its_operations_alone(monkeypatch, purpose, waits):
+    """Beside a backward that a GPU computes, one of the program's own goes on."""
+    monkeypatch.setattr(work, "is_in_ddp", lambda _: True)
+    monkeypatch.setattr(work, "_ASLEEP_SECONDS", 0.0)
+    done = threading.Event()
+    sleeper = threading.Thread(target=done.wait)
+    sleeper.start()
+    try:
+        flight = SimpleNamespace(thread=sleeper.ident, purpose=purpose)
+        deadline = time.monotonic() + 5.0
+        while not (seen := work.is_waited_for(flight)) and waits and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert seen is waits
+    finally:
+        done.set()
+        sleeper.join()

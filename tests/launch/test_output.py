@@ -7,7 +7,7 @@ from io import BytesIO
 
 import pytest
 
-from echelon.launch.run import MarkedStream
+from echelon.launch.output import MarkedStream
 from echelon.launch.status_line import StatusLine, bar, unfinished, visible
 
 

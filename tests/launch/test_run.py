@@ -22,7 +22,7 @@ from echelon.cli.options import options_of
 from echelon.cli.run import run as run_command
 from echelon.cli.simulate import simulate
 from echelon.launch import whereabouts
-from echelon.launch.run import Console, MarkedStream
+from echelon.launch.output import Console, MarkedStream
 
 Ended = namedtuple("Ended", "status out err")
 
@@ -668,6 +668,11 @@ Thread 0x00007ffb0a7f9b80 (most recent call first):
   File "{torch}/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "{script}", line 2 in <module>
 """
+OTHER_THREAD = """
+Thread 0x00007ffb0a7f9b81 (most recent call first):
+  File "{script}", line 1 in read
+
+Current thread 0x00007ffb0a7f9b80 (most recent call first):"""
 
 
 def test_a_crash_in_c_plus_plus_has_its_words_and_the_line_of_the_user(tmp_path):
@@ -677,24 +682,31 @@ def test_a_crash_in_c_plus_plus_has_its_words_and_the_line_of_the_user(tmp_path)
     stream = MarkedStream(1, io.BytesIO())
     assert stream.crash() == ""
     stream.feed(CRASH.format(torch=library, script=path).encode())
-    assert stream.crash() == (
+    told = (
         f"at {path}:2: torch.distributed.all_reduce(x): [enforce fail at pair.cc:456] 8 vs 4. Is there a distributed "
         "collective mismatch in your code?"
     )
+    assert stream.crash() == told
+    stream = MarkedStream(1, io.BytesIO())
+    text = CRASH.replace("\nThread 0x00007ffb0a7f9b80 (most recent call first):", OTHER_THREAD)
+    stream.feed(text.format(torch=library, script=path).encode())
+    assert stream.crash() == told, "the thread that crashed"
 
 
-def test_a_crash_of_gloo_leads_to_a_simulation(script):
+@pytest.mark.parametrize(("number", "has_words"), [("SIGABRT", True), ("SIGKILL", False)])
+def test_a_crash_of_gloo_leads_to_a_simulation(script, number, has_words):
     what = "  what():  8 vs 4. Is there a distributed collective mismatch in your code?"
     ended = run(
         1,
         script(f"""
         sys.stderr.write({what!r} + "\\n"); sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGABRT)
+        os.kill(os.getpid(), signal.{number})
     """),
     )
     last = ended.err.splitlines()[-1]
-    assert last.startswith("echelon: rank 0 was killed by SIGABRT")
-    assert last.endswith(
+    assert last.startswith(f"echelon: rank 0 was killed by {number}")
+    words = (
         ": 8 vs 4. Is there a distributed collective mismatch in your code?: ranks have called different collectives: "
         "run the script by echelon simulate, which names both lines"
     )
+    assert last.endswith(words) == has_words, "of another signal, earlier text on stderr is no reason"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from echelon.launch.run import Console
+from echelon.launch.output import Console
 from echelon.simulation.script.calling_rank import CallingRank
 from echelon.simulation.script.output import RankOutput, pass_on
 

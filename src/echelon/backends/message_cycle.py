@@ -17,7 +17,7 @@ from typing import Any
 from echelon.backends.base import Backend
 from echelon.backends.status import ANSWER_SECONDS, Standing, Status, wait_behind
 from echelon.backends.work import Work
-from echelon.call_site import calling_place, line_of
+from echelon.call_site import with_line
 from echelon.errors import DeadlockError
 from echelon.operation_records import MessageWait
 
@@ -61,10 +61,7 @@ def ends_within(backend: Backend, work: Work[Any], src: int, seconds: float) -> 
 
 def operation_of(work: Work[Any]) -> str:
     """Returns the message that the calling thread waits for, with the user's line, for an error."""
-    if work.flight is not None:
-        return str(work.flight)
-    line = line_of(calling_place())
-    return f"{work.description}{line and f' at {line}'}"
+    return with_line(work.description) if work.flight is None else str(work.flight)
 
 
 def chain(backend: Backend, first: int, until: Work[Any] | None = None) -> dict[int, Status]:

@@ -16,6 +16,7 @@ from echelon.backends.memory import describe
 from echelon.call_site import is_in_ddp
 from echelon.errors import Timeout, without_frames
 from echelon.operation_records import OperationRecord
+from echelon.purposes import OF_STEPS
 
 T = TypeVar("T")
 
@@ -262,11 +263,11 @@ def is_waited_for(flight: OperationRecord) -> bool:
     """Whether the thread that began an operation waits for its Work.
 
     The C++ of torch's DDP waits without a frame of Python: for buffers in a forward, and for gradients at the end of a
-    backward. Such a wait is known from the second look on.
+    backward. Such a wait is known from the second look on. Other operations may go on beside a backward that sleeps, as
+    while a GPU computes: nothing of torch waits for these.
     """
-    if is_in_ddp(flight.thread):
+    if flight.purpose is not None and flight.purpose.call in OF_STEPS and is_in_ddp(flight.thread):
         return _sleeps(flight.thread)
-    _seen_in_ddp.pop(flight.thread, None)
     frame = sys._current_frames().get(flight.thread)
     while frame is not None:
         if frame.f_code is Work.wait.__code__:

@@ -18,7 +18,8 @@ from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
 from echelon.cli.output import Counted, WarnedOnce, working, write, write_files
 from echelon.cli.run import above_progress, console
 from echelon.errors import InvalidWorldSize, LaunchError
-from echelon.launch.run import Console, MarkedStream, Program
+from echelon.launch.output import Console, MarkedStream
+from echelon.launch.run import Program
 from echelon.wording import counted
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from echelon.cli.options import options_of
-from echelon.launch.run import Console
+from echelon.launch.output import Console
 
 _NUM_RANKS = ("-n", "--num-ranks")
 

@@ -12,8 +12,9 @@ import typer
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.output import AboveProgress
 from echelon.errors import LaunchError
+from echelon.launch.output import Console
 from echelon.launch.report import GRACE
-from echelon.launch.run import Console, Program
+from echelon.launch.run import Program
 from echelon.launch.run import run as run_program
 from echelon.launch.status_line import StatusLine
 
@@ -34,8 +35,8 @@ def run(
 
     Writes a line on ranks, threads and backend to stderr, and at the end the first cause of a failure. Marks each line
     of output with its rank. When a rank fails, the others are ended, and the exit status is that of the first failed
-    rank. Ctrl-C and SIGTERM end all ranks, and print where they were. Options go before SCRIPT; words
-    after it are passed to the script.
+    rank. Ctrl-C and SIGTERM end all ranks, and print where they were. Options go before SCRIPT; words after it are
+    passed to the script.
     """
     # Not typer's own error, which would not show the -n that stands after the script.
     if num_ranks is None:

@@ -17,7 +17,8 @@ from echelon.cli.options import Chrome, Html, Png, check_files, value
 from echelon.cli.output import working, write_files
 from echelon.cli.run import above_progress, console
 from echelon.errors import InvalidWorldSize, LaunchError
-from echelon.launch.run import BY_ITSELF, Console, MarkedStream, Program
+from echelon.launch.output import Console, MarkedStream
+from echelon.launch.run import BY_ITSELF, Program
 from echelon.wording import counted
 
 if TYPE_CHECKING:

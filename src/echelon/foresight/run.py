@@ -27,7 +27,8 @@ from echelon.foresight.report import Report, seconds_text
 from echelon.foresight.roles import Roles
 from echelon.foresight.trace import Copy, HostKernel, Trace, alike_layers
 from echelon.launch.call import OF_OTHER_LAUNCHERS, rank_call
-from echelon.launch.run import Console, Program
+from echelon.launch.output import Console
+from echelon.launch.run import Program
 from echelon.simulation.network import Network
 from echelon.simulation.script.run import Failure, failure_of
 from echelon.simulation.script.script import Script

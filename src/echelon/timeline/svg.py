@@ -20,6 +20,7 @@ def compact(svg: str) -> str:
 
 
 def _rounded(match: re.Match[str]) -> str:
+    # + 0.0 makes 0 of -0.
     value = _DIGITS.sub(
         lambda number: f"{round(float(number[0]), 2) + 0.0:.2f}".rstrip("0").rstrip("."), match["value"]
     )

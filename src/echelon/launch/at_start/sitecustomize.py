@@ -61,5 +61,6 @@ def _leave() -> None:
 
 
 if __name__ == "sitecustomize":
-    answer(os.environ[ERROR_FILE])
+    if file := os.environ.get(ERROR_FILE):  # a child that was given these paths alone has no launcher
+        answer(file)
     _leave()

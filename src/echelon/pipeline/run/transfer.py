@@ -27,7 +27,7 @@ from echelon.backends.formats.wire import MAX_NOTE_BYTES, TRANSFER_PARTS, Tag, t
 from echelon.backends.memory import plain
 from echelon.backends.messages import PreparedReceive, PreparedSend
 from echelon.backends.work import Message, Work
-from echelon.call_site import calling_place, line_of
+from echelon.call_site import with_line
 from echelon.errors import PeerFailed, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.group.message_wait import MessageLateness, wait_for
@@ -307,8 +307,7 @@ class Receiver:
             if not is_alone or (first is not place and self._expected[0][:2] != (first.shape, first.dtype)):
                 return self._put_together(first, note)
         except PeerFailed as error:
-            line = line_of(calling_place())
-            receive = f"receive from rank {self._src}, {self._tag}{line and f' at {line}'}"
+            receive = with_line(f"receive from rank {self._src}, {self._tag}")
             raise error.noticed_by(f"rank {self._backend.rank} in {receive}") from error
         self._works = []
         # Made for this value, so it is the leaf itself.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, BinaryIO, TextIO, cast
 
-from echelon.launch.run import Console, MarkedStream
+from echelon.launch.output import Console, MarkedStream
 from echelon.simulation.script.calling_rank import CallingRank
 
 

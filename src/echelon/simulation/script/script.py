@@ -17,7 +17,8 @@ from pathlib import Path
 from echelon.call_site import is_foreign
 from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
-from echelon.launch.run import Console, Program
+from echelon.launch.output import Console
+from echelon.launch.run import Program
 from echelon.simulation.process.environment import Attribute, Attributes
 from echelon.simulation.process.folder import WorkingFolder
 from echelon.simulation.process.logs import Logs
