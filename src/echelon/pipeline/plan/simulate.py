@@ -13,8 +13,12 @@ ranks are visited.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from echelon.errors import ScheduleError
@@ -110,6 +114,64 @@ def recorded(schedule: Schedule, times: Sequence[Sequence[tuple[Time, Time]]], c
         memory=LazySequence(partial(_held, schedule, stage_costs, starts, ends)),
         memory_unit=_memory_unit(costs),
     )
+
+
+def measured_costs(timeline: Timeline, activations: Costs) -> Costs:
+    """Returns the costs of all stages from the timeline of a measured run; see `Pipeline.costs`.
+
+    Args:
+        timeline: of `recorded`.
+        activations: the memory of every stage.
+
+    Raises:
+        ScheduleError: a stage ran its forward, or its backward, in overlapped steps alone.
+    """
+    durations: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for span in chain.from_iterable(timeline.spans):
+        step = cast("Step", span.step)
+        name = step.kind if isinstance(step, Action) else "overlapped"
+        durations[actions_of(step)[0].stage, name].append(float(span.duration))
+    times = {place: median(found) for place, found in durations.items()}
+    stages = sorted({stage for stage, _ in times})
+    for stage in stages:
+        if (stage, "F") not in times or not {"B", "I"} & {kind for at, kind in times if at == stage}:
+            raise ScheduleError(
+                f"stage {stage} ran no forward, or no backward, alone in {timeline.name}: run a step with zb-h1 or 1f1b"
+            )
+    halves = [times[stage, "I"] if (stage, "I") in times else times[stage, "B"] / 2 for stage in stages]
+    weights = [times[stage, "W"] if (stage, "W") in times else times[stage, "B"] / 2 for stage in stages]
+    held, kept = cast("Sequence[Time]", activations.activation), cast("Sequence[Time]", activations.weight_activation)
+    return replace(
+        activations,
+        forward=[times[stage, "F"] for stage in stages],
+        backward_input=halves,
+        backward_weight=weights,
+        transfer=_measured_transfer(timeline),
+        weight_activation=[kept[stage] if (stage, "W") in times else held[stage] for stage in stages],
+        overlapped=_measured_overlaps(times, stages),
+    )
+
+
+def _measured_overlaps(times: Mapping[tuple[int, str], float], stages: Sequence[int]) -> list[float] | None:
+    """Returns the time of each stage's overlapped steps. None if the run had none."""
+    if not any(name == "overlapped" for _, name in times):
+        return None
+    alone = {stage: times.get((stage, "B"), times.get((stage, "I"), 0)) + times[stage, "F"] for stage in stages}
+    return [times.get((stage, "overlapped"), alone[stage]) for stage in stages]
+
+
+def _measured_transfer(timeline: Timeline) -> float:
+    """Returns the time of a transfer between the two ranks that took longest: the median of those that were awaited.
+
+    A transfer was awaited if its receiver had nothing else to do when it left. 0 if none was.
+    """
+    awaited: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for sent in timeline.transfers:
+        # Not the first step of a rank, which may have called step() late.
+        if sent.target and timeline.ends[sent.target_rank][sent.target - 1] <= sent.start:
+            begun = timeline.starts[sent.target_rank][sent.target]
+            awaited[sent.source_rank, sent.target_rank].append(max(0.0, float(begun - sent.start)))
+    return max(map(median, awaited.values()), default=0.0)
 
 
 def _memory_unit(costs: Costs) -> MemoryUnit:

@@ -18,8 +18,10 @@ from echelon.errors import InvalidArgument, ScheduleError, SizeMismatch, Unsuppo
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.cut import Parts, StageMaker, keep
 from echelon.pipeline.cut.ties import TiedWeights, agree_on_ties, find_ties
+from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.fuse import split_stages
 from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.plan.simulate import measured_costs
 from echelon.pipeline.run.agreement import (
     agreed_group,
     agreed_parts,
@@ -397,6 +399,19 @@ class Pipeline:
             ScheduleError: no step has been run.
         """
         return self._runtime.memory
+
+    def costs(self) -> Costs:
+        """Returns the costs of all stages as measured, on every rank: for `recommend`, `search` and `simulate`.
+
+        Times are seconds, medians over the microbatches of the last `step`. Memory is bytes, of the first step. The
+        transfer is the longest between two ranks, among those that a rank had to wait for. A schedule with I and W,
+        such as "zb-h1", measures them apart. Of a whole backward, half counts as I and half as W, and activations as
+        held until W. A forward that was run again counts as part of I.
+
+        Raises:
+            ScheduleError: no step has been run, or a stage ran in overlapped steps alone.
+        """
+        return measured_costs(self.timeline, memory_costs(self._activations))
 
     # Parameters
 
