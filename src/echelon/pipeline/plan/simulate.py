@@ -161,7 +161,7 @@ def _measured_overlaps(times: Mapping[tuple[int, str], float], stages: Sequence[
 
 
 def _measured_transfer(timeline: Timeline) -> float:
-    """Returns the time of a transfer between the two ranks that took longest: the median of those that were awaited.
+    """Returns the time of a transfer between the two ranks that took longest: the median of awaited ones.
 
     A transfer was awaited if its receiver had nothing else to do when it left. 0 if none was.
     """

@@ -404,7 +404,7 @@ class Pipeline:
         """Returns the costs of all stages as measured, on every rank: for `recommend`, `search` and `simulate`.
 
         Times are seconds, medians over the microbatches of the last `step`. Memory is bytes, of the first step. The
-        transfer is the longest between two ranks, among those that a rank had to wait for. A schedule with I and W,
+        transfer is the longest between two ranks; only transfers that a rank waited for count. A schedule with I and W,
         such as "zb-h1", measures them apart. Of a whole backward, half counts as I and half as W, and activations as
         held until W. A forward that was run again counts as part of I.
 
