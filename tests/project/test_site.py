@@ -174,6 +174,10 @@ LOOKS = """(() => {
         if (!image.alt.trim()) found.push("no alternative text: " + image.src)
         if (image.width < Math.min(image.naturalWidth, 700)) found.push("too small to read: " + image.src)
     }
+    for (const frame of document.querySelectorAll("p:has(> img:only-child)")) {
+        const hint = getComputedStyle(frame, "::before").content.includes("Scroll sideways")
+        if (hint != frame.scrollWidth > frame.clientWidth) found.push("hint " + hint + " at " + frame.firstChild.src)
+    }
     const wide = document.documentElement.scrollWidth
     if (wide > innerWidth) found.push("scrolls sideways: " + wide)
     if (document.querySelectorAll("h1").length != 1) found.push("not one title")

@@ -59,6 +59,11 @@ def test_commands_exist():
             assert (ROOT / script).exists(), script
 
 
+def test_a_workflow_runs_every_target_of_tests_that_needs_no_gpu_or_hours():
+    commands = " ".join(step.get("run", "") for _, step in steps())
+    assert {"lint", "test", "slow", "compat", "docs"} <= set(re.findall(r"make PYTHON=python ([a-z]+)", commands))
+
+
 def test_actions_have_a_version_and_jobs_few_rights():
     for name, step in steps():
         assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)", step.get("uses", "a/b@v1")), (name, step)
