@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import sysconfig
+import warnings
 from types import CodeType, FrameType
 from typing import TypeAlias
 
@@ -98,6 +99,15 @@ def calling_place(depth: int = 1) -> Place | None:
     """
     # Not `inspect.stack`, which reads source files.
     return _place_in(sys._getframe(depth))
+
+
+def warn(message: str) -> None:
+    """Warns at the line in the user's code that led here, however many frames of libraries are in between."""
+    place = calling_place(2)
+    if place is None:
+        warnings.warn(message, stacklevel=2)
+    else:
+        warnings.warn_explicit(message, UserWarning, place[0].co_filename, _line(place))
 
 
 def is_in_import_of_library() -> bool:

@@ -204,10 +204,16 @@ class GradientSync:
             self._prepare_forward(first_active(self.joining.announce(Next.FORWARD)) or 0)
             self._is_prepared = True
 
-    def on_forward(self, num_samples: int) -> None:
-        """A forward of `num_samples` samples counts. Called after it, or in a backward pass."""
+    def on_forward(self, num_samples: int, batch: int) -> None:
+        """A forward counts. Called after it, or in a backward pass.
+
+        Args:
+            num_samples: number of its samples.
+            batch: the number that stands for its inputs, see `EqualBatches`.
+        """
         self._is_prepared = False
         counts = self.reducer.counts
+        counts.batch = batch
         counts.num_samples += num_samples
         counts.num_forwards += self.is_on
 
@@ -286,6 +292,7 @@ class GradientSync:
         self.has_unused = False
         self.reducer.counts.num_called_steps += 1
         self.missing_zero_grad.on_step()
+        self.reducer.equal_batches.on_step()
 
     # Inside
 
@@ -453,8 +460,11 @@ class _ForwardHook:
         sync = self._told()
         if sync is None:
             return
-        first = next(_tensors_of([*args, *kwargs.values()]), None)
-        passed = _Forward(sync, len(first) if first is not None and first.dim() else 0)
+        tensors = list(_tensors_of([*args, *kwargs.values()]))
+        num_samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
+        watch = sync.reducer.equal_batches
+        batch = 0 if watch.is_done or torch.compiler.is_compiling() else watch.number_of(tensors)
+        passed = _Forward(sync, num_samples, batch)
         if module.training:
             passed.count()
         for tensor in _tensors_of(output):
@@ -465,16 +475,16 @@ class _ForwardHook:
 class _Forward:
     """One forward. The hooks on its output tensors refer to it."""
 
-    def __init__(self, sync: GradientSync, num_samples: int) -> None:
+    def __init__(self, sync: GradientSync, num_samples: int, batch: int) -> None:
         self._sync = weakref.ref(sync)
-        self._num_samples = num_samples
+        self._num_samples, self._batch = num_samples, batch
         self._has_counted = False
 
     def count(self) -> None:
         sync = self._sync()
         if sync and not self._has_counted:
             self._has_counted = True  # a forward counts once, however many outputs and backwards it has
-            sync.on_forward(self._num_samples)
+            sync.on_forward(self._num_samples, self._batch)
 
     def on_gradient(self, _: Tensor) -> None:
         self.count()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
+
+from echelon.call_site import warn
 
 
 class MissingZeroGrad:
@@ -43,9 +44,8 @@ class MissingZeroGrad:
         if self._has_backward:
             self.is_done = True
             if self._warns and not self._was_clean:
-                warnings.warn(
+                warn(
                     "the gradients of the last optimizer step were still there when the next backward began, and were "
-                    "added to the new ones: call optimizer.zero_grad() after each optimizer.step()",
-                    stacklevel=4,
+                    "added to the new ones: call optimizer.zero_grad() after each optimizer.step()"
                 )
         self._has_stepped = True

@@ -24,6 +24,7 @@ import torch
 from echelon.backends.modes import normal_mode
 from echelon.backends.work import Work
 from echelon.data_parallel.bucket_set import BucketMemory, BucketSet
+from echelon.data_parallel.equal_batches import EqualBatches
 from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.layout import Layout
 from echelon.data_parallel.summary import SampleWeights, StepCounts, Summary, mismatch
@@ -183,6 +184,7 @@ class GradientReducer:
         self._failure = ""
         # With local gradients a rank may skip a step that the others make, if its gradients are infinite for instance.
         self.counts = StepCounts(counts_steps=not self.leaves_gradients)
+        self.equal_batches = EqualBatches(group)
         """Counters of the forwards, optimizer steps and samples since the last reduction, for the caller to raise."""
         self._weights = SampleWeights(self.group) if average == "samples" and not self.leaves_gradients else None
         self.plan(parameters)
@@ -318,11 +320,12 @@ class GradientReducer:
         except BaseException as error:
             self.abandon(error)
             raise
-        mine = str(self.counts)  # before `forget` resets it: the error names these counts
+        mine, batch = str(self.counts), self.counts.batch  # before `forget` resets them
         self.reduction = None
         self.counts.forget()
         if not summary.agrees():
             raise mismatch(mine, self.group)
+        self.equal_batches.on_reduced(batch, summary)
         self._collectives.count_step()
         buckets = self.buckets
         if self._weights is not None:

@@ -1,7 +1,7 @@
 """Summary of a gradient reduction: integers of each rank that are added up over all ranks by one all_reduce.
 
 It says which gradients each rank had, after how many forwards, of how many samples, and how many optimizer steps. So
-ranks detect that they pair different iterations, and weigh their gradients by samples.
+ranks detect that they pair different iterations, or compute the same ones, and weigh their gradients by samples.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class Summary(NamedTuple):
     """Square of the number of steps of a rank, for `agrees`."""
     num_samples: int
     """Number of samples of the forwards."""
+    batch: int
+    """Number that stands for the batch of the last forward, in the first two reductions. 0 if it is not known."""
+    batch_squared: int
+    """Square of that of a rank, for `has_equal_batches`."""
     num_beside: int
     """Number of ranks that have an idle core for reductions overlapped with backward."""
     num_having: tuple[int, ...]
@@ -42,10 +46,9 @@ class Summary(NamedTuple):
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Summary:
         """Returns the summary with these `numbers()`."""
-        counting, forwards, forwards_squared, steps, steps_squared, samples, beside, *others = numbers
-        half = len(others) // 2
-        having, places = tuple(others[:half]), tuple(others[half:])
-        return cls(counting, forwards, forwards_squared, steps, steps_squared, samples, beside, having, places)
+        first = len(cls._fields) - 2
+        half = first + (len(numbers) - first) // 2
+        return cls._make([*numbers[:first], tuple(numbers[first:half]), tuple(numbers[half:])])
 
     def numbers(self) -> list[int]:
         """Returns all numbers in a row, for an all_reduce."""
@@ -63,6 +66,10 @@ class Summary(NamedTuple):
             and self.steps_squared * self.num_counting == self.num_steps**2
         )
 
+    def has_equal_batches(self) -> bool:
+        """Whether several ranks count, the batch of each is known, and all are equal."""
+        return self.batch > 0 and self.num_counting > 1 and self.batch_squared * self.num_counting == self.batch**2
+
     def order(self) -> list[int]:
         """Returns the parameters in the order in which their gradients came. Empty if no rank reported it."""
         told = [(place, parameter) for parameter, place in enumerate(self.places) if place]
@@ -76,7 +83,7 @@ class StepCounts:
         """Starts at 0. The number of steps stays 0 without `counts_steps`."""
         self._counts = True
         self._counts_steps = counts_steps
-        self.num_called_steps = self.num_forwards = self.num_samples = 0
+        self.num_called_steps = self.num_forwards = self.num_samples = self.batch = 0
         # A tensor, because code of torch.compile can add to one, and cannot change an attribute of this object.
         self.compiled_steps = new_tensor((), torch.int64).zero_()
         """Counter to which compiled code adds 1 for each optimizer step."""
@@ -89,7 +96,7 @@ class StepCounts:
     def forget(self) -> None:
         """Resets all counters to 0. Every rank must do the same."""
         self._counts = True
-        self.num_called_steps = self.num_forwards = self.num_samples = 0
+        self.num_called_steps = self.num_forwards = self.num_samples = self.batch = 0
         self.compiled_steps.zero_()
 
     def exempt(self) -> None:
@@ -113,6 +120,8 @@ class StepCounts:
             num_steps=steps,
             steps_squared=steps**2,
             num_samples=self.num_samples,
+            batch=self.batch if self._counts else 0,
+            batch_squared=self.batch**2 if self._counts else 0,
             num_beside=int(beside),
             num_having=tuple(map(int, having)),
             places=tuple(place.get(parameter, 0) for parameter in range(len(having))),

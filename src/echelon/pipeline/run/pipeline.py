@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from echelon.arguments import no_attribute, refuse_others
+from echelon.data_parallel.excerpt import UNKNOWN
 from echelon.errors import InvalidArgument, ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.cut import Parts, StageMaker, keep
@@ -45,7 +46,7 @@ from echelon.pipeline.run.loss import (
 )
 from echelon.pipeline.run.manual_step import ManualStep
 from echelon.pipeline.run.runtime import Runtime
-from echelon.pipeline.run.samples import UNKNOWN, Deals, check_same_inputs
+from echelon.pipeline.run.samples import Deals, check_same_inputs
 from echelon.pipeline.run.step import Batch, Span, StepOutput, tell, tell_metrics
 from echelon.pipeline.run.weights import IdleOptimizer, Replicas, UnevenSteps, Weights
 from echelon.pipeline.schedules.forward_only import forward_only

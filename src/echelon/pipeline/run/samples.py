@@ -8,35 +8,14 @@ Ranks that pass nothing in common cannot compare. They go by the samplers of `ec
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from echelon.backends.admission import has_values, stands_for_device
-from echelon.backends.memory import bytes_of, plain
-from echelon.backends.modes import in_normal_mode
+from echelon.data_parallel.excerpt import NOTHING, UNKNOWN, Excerpt, checksum, excerpts, form
 from echelon.errors import CollectiveMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.stage.nested import Value, tensors_of
-
-_NUM_VALUES = 1024
-"""Number of values of a tensor that are compared, about."""
-NOTHING = 0
-"""Checksum of a value without tensors."""
-UNKNOWN = -1
-"""Checksum of tensors without values, as in a forecast."""
-_MARK, _BITS = 1 << 52, 26
-"""A checksum is below 2^53, so that float64 holds it, and above all other marks. Its upper half is of the form."""
-
-
-class _Excerpt(NamedTuple):
-    """Some values of a tensor, copied: a stage may write to its input."""
-
-    shape: tuple[int, ...]
-    values: torch.Tensor
 
 
 class Evidence:
@@ -51,7 +30,7 @@ class Evidence:
             inputs, target: the batch, as this rank passed it.
             is_dealt: whether a sampler dealt its samples to several ranks of the pipeline.
         """
-        self._inputs, self._target = _excerpts(inputs), _excerpts(target)
+        self._inputs, self._target = _excerpts_of(inputs), _excerpts_of(target)
         self.is_dealt = is_dealt
 
     @property
@@ -61,11 +40,11 @@ class Evidence:
 
     def inputs(self) -> int:
         """Returns the checksum of the inputs. Waits for their device."""
-        return _checksum(self._inputs)
+        return checksum(self._inputs)
 
     def numbers(self) -> list[float]:
         """Returns the checksums of inputs and target, and whether the samples are dealt, for `check_same_batch`."""
-        return [_checksum(self._inputs), _checksum(self._target), self.is_dealt]
+        return [checksum(self._inputs), checksum(self._target), self.is_dealt]
 
 
 class Deals:
@@ -152,7 +131,7 @@ def _differing(checksums: Sequence[int], owner: int) -> _Difference:
 
 def _is_comparable(one: int, other: int) -> bool:
     # Of one form: a rank may pass other arguments where they are not used.
-    return one >= _MARK and one >> _BITS == other >> _BITS
+    return form(one) > form(NOTHING) and form(one) == form(other)
 
 
 def _refuse(what: str, owner: int, other: int | None, group: ProcessGroup) -> None:
@@ -177,33 +156,9 @@ def _advice(group: ProcessGroup) -> str:
     return f'pass DataLoader(..., group=mesh["dp"]) with mesh = echelon.Mesh(group, {axes})'
 
 
-@in_normal_mode
-def _excerpts(value: Value) -> list[_Excerpt] | None:
-    """Returns some values of each tensor. None if one of them has none."""
+def _excerpts_of(value: Value) -> list[Excerpt] | None:
     try:
         tensors = tensors_of(value)
     except UnsupportedOp:  # on a rank that does not use it, anything may be passed
         return []
-    if any(stands_for_device(tensor) or not has_values(tensor) for tensor in tensors):
-        return None
-    return [_Excerpt(tuple(tensor.shape), plain(_some(tensor.detach())).clone()) for tensor in tensors]
-
-
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of about `_NUM_VALUES` values of a tensor, spread over all of its dims."""
-    if tensor.numel() <= _NUM_VALUES:
-        return tensor
-    most = max(2, round(_NUM_VALUES ** (1 / tensor.dim())))
-    return tensor[tuple(slice(None, None, -(-size // most)) for size in tensor.shape)]
-
-
-def _checksum(excerpts: Sequence[_Excerpt] | None) -> int:
-    if excerpts is None:
-        return UNKNOWN
-    if not excerpts:
-        return NOTHING
-    form = content = 0
-    for shape, values in excerpts:
-        form = zlib.crc32(f"{values.dtype}{values.dim()}".encode(), form)
-        content = zlib.crc32(bytes_of(values.cpu()), zlib.crc32(str(shape).encode(), content))
-    return _MARK | form % (1 << _BITS) << _BITS | content % (1 << _BITS)
+    return excerpts(tensors)
