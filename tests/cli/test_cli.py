@@ -196,16 +196,25 @@ OUTPUTS = {
     "plan all-reduce": {"--chrome": "json", "--png": "png", "--html": "html", "--svg": "svg"},
 }
 """Their options that name an output file, each with the end of its name."""
-READ_OR_MADE = {("export", "--config"), ("tune", "--output")}
+READ_OR_MADE = {("checkpoint export", "--config"), ("tune", "--output")}
 """Options with a file that is read, or whose folder the command makes."""
 
 
 def test_every_option_with_an_output_file_is_checked():
-    checkpoints = typer.main.get_command(app).commands["checkpoint"].commands
-    commands = {**typer.main.get_command(app).commands, **checkpoints}
-    commands["plan all-reduce"] = typer.main.get_command(collectives)
-    found = {(name, each.opts[0]) for name, one in commands.items() for each in one.params if each.metavar == "FILE"}
+    options = [(name, each) for name, one in every_command().items() for each in one.params]
+    found = {(name, each.opts[0]) for name, each in options if each.metavar == "FILE"}
     assert found - READ_OR_MADE == {(name, option) for name, options in OUTPUTS.items() for option in options}
+
+
+def every_command():
+    groups = typer.main.get_command(app).commands
+    checkpoints = {f"checkpoint {name}": each for name, each in groups.pop("checkpoint").commands.items()}
+    return groups | checkpoints | {"plan all-reduce": typer.main.get_command(collectives)}
+
+
+def test_every_command_whose_result_is_a_report_has_json():
+    without = {name for name, one in every_command().items() if not any("--json" in each.opts for each in one.params)}
+    assert without == {"run", "checkpoint remove", "checkpoint export", "checkpoint import"}
 
 
 @pytest.mark.parametrize(

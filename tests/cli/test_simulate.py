@@ -2,6 +2,7 @@
 
 import builtins
 import functools
+import json
 import logging
 import os
 import re
@@ -527,6 +528,11 @@ def test_ctrl_c_shows_where_each_rank_is(simulate, write):
         (("-n", 2, "--explore", "0", "script.py"), "--explore 0: give the number of seeds"),
         (("-n", 2, "--explore", "9", "--memory", "script.py"), "--memory with --explore"),
         (("-n", 2, "--png", "a.svg", "script.py"), "--png a.svg: give a name that ends in .png"),
+        (("--json", "script.py"), "Missing option '-n'"),
+        (("-n", 2, "--json", "missing.py"), "script 'missing.py' does not exist"),
+        (("-n", 2, "--json", "--seed", "-1", "script.py"), "seed=-1: give a whole number"),
+        (("-n", 2, "--json", "--explore", "0", "script.py"), "--explore 0: give the number of seeds"),
+        (("-n", 2, "--json", "--fly", "script.py"), "No such option: --fly"),
     ],
 )
 def test_a_wrong_command_is_told_in_one_line(simulate, write, words, told):
@@ -561,19 +567,7 @@ def test_what_a_simulation_finds_is_told_and_written(simulate, write, tmp_path):
 
 
 def test_exploring_shows_the_failing_seed_alone_and_how_to_replay_it(simulate, write):
-    script = write(
-        """
-        import echelon, torch
-        group = echelon.init()
-        if group.rank > 0:
-            group.send(torch.ones(1), 0)
-        else:
-            first = group.recv_any().src
-            group.recv(3 - first)
-            print("first is", first)
-            assert first == 1
-        """
-    )
+    script = write(RACE)
     ended = simulate("-n", 3, "--explore", 20, script, "a b")
     assert ended.status == 1
     assert ended.out == "[0] first is 2\n"
@@ -587,6 +581,157 @@ def test_exploring_shows_the_failing_seed_alone_and_how_to_replay_it(simulate, w
 def test_exploring_tells_how_many_seeds_passed(simulate, write):
     ended = simulate("-n", 2, "--seed", 5, "--explore", 3, write(START + "dist.barrier()\nprint('x')"))
     assert ended == (0, "", "echelon: 2 ranks, 3 seeds passed, from 5 on\n")
+
+
+def test_json_has_the_results_and_the_lines_for_people_stay_on_stderr(simulate, write):
+    script = write(
+        START
+        + "print('own')\nif rank == 0:\n    dist.send(torch.ones(1000), 1)\nelse:\n    dist.recv(torch.ones(1000))"
+    )
+    words = ("--seed", 3, "--network", "10GbE", "--memory", "--chrome", "a.json")
+    ended = simulate("-n", 2, "--json", *words, script)
+    found = json.loads(ended.out)
+    assert found.pop("elapsed") > 3.2e-6  # 4 kB at 10 Gbit/s
+    assert found == {
+        "status": "finished",
+        "num_ranks": 2,
+        "seed": 3,
+        "bytes_sent": 4000,
+        "bytes_by_pair": [{"sender": 0, "receiver": 1, "bytes": 4000}],
+        "peak_memory": [4000, 8000],
+        "notes": [],
+        "files": ["a.json"],
+    }
+    plain = simulate("-n", 2, *words, script)
+    assert ended.err == plain.out + plain.err
+
+
+def test_the_marks_of_ranks_have_the_colours_of_the_stream_that_gets_them(simulate, write, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    script = write("print('own')")
+    assert simulate("-n", 1, script).out == "\x1b[36m[0] \x1b[0mown\n"
+    assert simulate("-n", 1, "--json", script).err.startswith("[0] own\n")
+
+
+def test_json_has_the_notes(simulate, write):
+    found = json.loads(simulate("-n", 2, "--json", write("print('alone')")).out)
+    (note,) = found["notes"]
+    assert note.startswith("no rank has communicated, so each of them ran the whole program by itself")
+    assert (found["peak_memory"], found["files"]) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("leaves", "status", "found"),
+    [
+        ("sys.exit(3)", 3, ("failed", 1, "SystemExit", "rank 1 exited with status 3 (script.py:7)")),
+        (
+            "1 / 0",
+            1,
+            ("failed", 1, "ZeroDivisionError", "rank 1 raised ZeroDivisionError: division by zero (script.py:7)"),
+        ),
+        (
+            "dist.barrier()",
+            1,
+            ("deadlock", None, "DeadlockError", "DeadlockError: no rank can go on at 0 s: rank 1 waits for rank 0"),
+        ),
+        (
+            "raise echelon.errors.UnsupportedOp('no: yes')",
+            1,
+            ("failed", 1, "UnsupportedOp", "rank 1 raised UnsupportedOp: no: yes"),
+        ),
+    ],
+)
+def test_json_has_the_failure(simulate, write, tmp_path, leaves, status, found):
+    script = write(START + f"if rank == 1:\n    {leaves}".replace("raise echelon", "import echelon; raise echelon"))
+    plain = simulate("-n", 2, "--seed", 4, "--html", "a.html", script)
+    ended = simulate("-n", 2, "--seed", 4, "--html", "a.html", "--json", script)
+    assert ended.status == plain.status == status
+    assert ended.err == plain.err
+    values = json.loads(ended.out)
+    names = ("status", "num_ranks", "seed", "failed_rank", "error_type", "error")
+    assert tuple(values) == names
+    *others, error = (values[name] for name in names)
+    assert others == [found[0], 2, 4, *found[1:3]]
+    assert error.startswith(found[3])
+    assert f"echelon: {error}\n" in ended.err
+
+
+def test_json_has_a_mistake_in_the_source(simulate, write):
+    found = json.loads(simulate("-n", 2, "--json", write("print('x'")).out)
+    assert (found["status"], found["failed_rank"], found["error_type"]) == ("failed", None, "SyntaxError")
+
+
+RACE = """
+import echelon, torch
+group = echelon.init()
+if group.rank > 0:
+    group.send(torch.ones(1), 0)
+else:
+    first = group.recv_any().src
+    group.recv(3 - first)
+    print("first is", first)
+    assert first == 1
+"""
+
+
+def test_json_of_exploring_has_the_failing_seed(simulate, write):
+    script = write(RACE)
+    words = ("-n", 3, "--seed", 1, "--explore", 20)
+    plain, ended = simulate(*words, script), simulate(*words, "--json", script)
+    assert ended.status == plain.status == 1
+    assert ended.err == plain.out + plain.err
+    found = json.loads(ended.out)
+    seed = found["seed"]
+    assert found == {
+        "status": "failed",
+        "num_ranks": 3,
+        "seed": seed,
+        "failed_rank": 0,
+        "error_type": "AssertionError",
+        "error": "rank 0 raised AssertionError (script.py:10)",
+        "replay": f"echelon simulate -n 3 --collectives messages --seed {seed} script.py",
+        "first_seed": 1,
+        "num_tried": seed,
+        "num_failed": 1,
+    }
+
+
+def test_json_of_exploring_has_the_number_of_seeds(simulate, write):
+    ended = simulate("-n", 2, "--seed", 5, "--explore", 3, "--json", write(START + "dist.barrier()\nprint('x')"))
+    assert (ended.status, ended.err) == (0, "echelon: 2 ranks, 3 seeds passed, from 5 on\n")
+    assert json.loads(ended.out) == {
+        "status": "finished",
+        "num_ranks": 2,
+        "first_seed": 5,
+        "num_tried": 3,
+        "num_failed": 0,
+    }
+
+
+@pytest.mark.parametrize("command", ["simulate", "foresee"])
+def test_output_that_goes_around_python_does_not_mix_into_json(write, tmp_path, command):
+    """C code, child processes and `sys.__stdout__` know the file descriptor, not the streams of the ranks."""
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            import ctypes
+            print("print")
+            os.write(1, b"write\\n")
+            ctypes.CDLL(None).puts(b"puts")
+            os.system("echo child")
+            print("dunder", file=sys.__stdout__)
+            dist.barrier()
+            """
+        )
+    )
+    command = [sys.executable, "-m", "echelon", command, "-n", "2", "--json", script]
+    # C has a buffer then, which is written when the process ends.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environ)
+    assert (ended.returncode, ended.stdout[-1:]) == (0, "\n"), ended.stderr
+    assert json.loads(ended.stdout)
+    assert {"[0] print", "[1] print", "write", "puts", "dunder"} <= set(ended.stderr.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -865,7 +1010,7 @@ def test_a_long_simulation_is_under_way(simulate, write, monkeypatch):
     under_way = []
 
     @contextmanager
-    def working(what):
+    def working(what, **_):
         under_way.append(what)
         yield
         under_way.clear()

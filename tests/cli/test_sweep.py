@@ -76,7 +76,7 @@ def figures(step, mfu, reserved=1 << 30, fits=True, bubble=None):
 
 OUTCOMES = {
     "1": Ended(1, json.dumps(figures(0.5, 0.9, 90 << 30, fits=False)), ""),
-    "2": Ended(0, "[0] loss 1\n" + json.dumps(figures(2.0, 0.4)), "a warning"),
+    "2": Ended(0, json.dumps(figures(2.0, 0.4)) + "\n", "[0] loss 1\na warning"),
     "4": Ended(0, json.dumps(figures(1.0, 0.3)), ""),
     "8": Ended(1, "[0] begun\n", "a warning\nechelon: rank 0 raised ValueError: 8 does not divide 12\n[0] Traceback"),
     "16": Ended(-9, "", ""),

@@ -59,10 +59,13 @@ def test_the_command_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
 
     page = PAGE.read_text(encoding="utf-8")
     (tmp_path / "hang.py").write_text(re.search(r"This is `hang.py`:\n\n```py\n(.*?)```", page, re.DOTALL)[1])
-    command, expected = re.search(r"```console\n\$ echelon (.*?)\n(.*?)```", page, re.DOTALL).groups()
     monkeypatch.chdir(tmp_path)
-    assert main(command.split()) == 1
-    assert "".join(capsys.readouterr()) == expected
+    examples = re.findall(r"```console\n\$ echelon (.*?)( 2> hang.txt)?\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 2
+    for command, stdout_alone, expected in examples:
+        assert main(command.split()) == 1
+        out, err = capsys.readouterr()
+        assert (out if stdout_alone else out + err) == expected
 
 
 def test_the_page_has_a_text_for_each_fault():

@@ -15,7 +15,7 @@ from echelon.cli import sweep
 from echelon.cli.combinations import combinations
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
-from echelon.cli.output import Counted, WarnedOnce, working, write, write_files
+from echelon.cli.output import Counted, WarnedOnce, only_json, working, write, write_files
 from echelon.cli.run import above_progress, console
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.output import Console, MarkedStream
@@ -139,18 +139,20 @@ def foresee(options: ForeseeOptions) -> int:
     if options.calibrate is not None:
         return _calibrate(options.calibrate, options.gpu)
     assert options.num_ranks is not None, "checked"
-    shown = console()
+    shown = console(as_json=options.json)
     note_misplaced(shown, foresee, options.program, options.args or [])
     if options.sweep is not None:
         return _sweep(options, options.sweep)
     program = Program(options.program, tuple(options.args or ()), is_module=options.module)
-    # Standard output is JSON alone with --json.
-    printed = Counted(shown.stderr if options.json else shown.stdout)
+    printed = Counted(shown.stdout)
     warned = WarnedOnce(shown.stderr)
     of_script = above_progress(replace(shown, stdout=cast("BinaryIO", printed), stderr=cast("BinaryIO", warned)))
     try:
         # Those of a sweep, and other programs, ask for JSON: lines of time would stand among the errors they read.
-        with working(f"foreseeing {options.num_ranks} ranks", plain_after=None if options.json else 10.0):
+        with (
+            working(f"foreseeing {options.num_ranks} ranks", plain_after=None if options.json else 10.0),
+            only_json(options.json),
+        ):
             # Late: it imports torch, which takes seconds that `--help` need not wait.
             from echelon.foresight.run import foresee_script
 
@@ -171,7 +173,7 @@ def foresee(options: ForeseeOptions) -> int:
         (options.chrome, seen.played.timeline(kernels=True).to_chrome),
     )
     report = seen.report(options.tokens, options.program)
-    print(json.dumps({**report.to_json(), **_by_rank(seen)}) if options.json else str(report), end="")
+    print(json.dumps({**report.to_json(), **_by_rank(seen)}) + "\n" if options.json else str(report), end="")
     for path in written:
         shown.say(f"wrote {path}")
     if not seen.fits and (smaller := sweep.smaller_batches(program.args)):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
+import os
 import re
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, BinaryIO
 
 from rich.console import Console
@@ -174,6 +176,31 @@ class AboveProgress(io.BufferedIOBase):
     def flush(self) -> None:
         """Writes buffered data."""
         self._target.flush()
+
+
+@contextmanager
+def only_json(as_json: bool) -> Iterator[None]:
+    """Inside, nothing reaches standard output if JSON is to be printed there: the process writes to standard error.
+
+    This holds for C code and child processes of a program, too, which know the file descriptor alone.
+    """
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    with ExitStack() as stack:
+        kept = os.dup(_STDOUT)
+        stack.callback(os.close, kept)
+        stack.callback(os.dup2, kept, _STDOUT)
+        # Otherwise text in the buffers of C and of Python would follow the JSON.
+        stack.callback(ctypes.CDLL(None).fflush, None)
+        stack.callback(sys.stdout.flush)
+        os.dup2(_STDERR, _STDOUT)
+        yield
+
+
+_STDOUT, _STDERR = 1, 2
+"""File descriptors."""
 
 
 def to_json(values: dict[str, Any]) -> str:

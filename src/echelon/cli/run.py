@@ -49,13 +49,18 @@ def run(
     )
 
 
-def console() -> Console:
-    """Returns the output of this process, with colours if it is a terminal."""
+def console(*, as_json: bool = False) -> Console:
+    """Returns the output of this process, with colours if it is a terminal.
+
+    Args:
+        as_json: whether standard output gets JSON alone. Ranks then print to standard error.
+    """
+    stdout = sys.stderr if as_json else sys.stdout
     return Console(
         # Bytes: a rank's output may be cut inside of a character.
-        sys.stdout.buffer,
+        stdout.buffer,
         sys.stderr.buffer,
-        color_stdout=_shows_color(sys.stdout.isatty()),
+        color_stdout=_shows_color(stdout.isatty()),
         color_stderr=_shows_color(sys.stderr.isatty()),
     )
 

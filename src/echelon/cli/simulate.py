@@ -13,10 +13,10 @@ from rich.progress import Progress
 from echelon.call_site import shortened
 from echelon.cli import fault_text
 from echelon.cli.misplaced import no_ranks, note_misplaced
-from echelon.cli.options import Chrome, Html, Png, check_files, value
-from echelon.cli.output import working, write_files
+from echelon.cli.options import Chrome, Html, Json, Png, check_files, value
+from echelon.cli.output import exact, only_json, to_json, working, write_files
 from echelon.cli.run import above_progress, console
-from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.errors import DeadlockError, InvalidWorldSize, LaunchError
 from echelon.launch.output import Console, MarkedStream
 from echelon.launch.run import BY_ITSELF, Program
 from echelon.wording import counted
@@ -64,6 +64,7 @@ class SimulateOptions:
     chrome: Chrome = None
     png: Png = None
     html: Html = None
+    as_json: Json = False
 
     def check(self) -> None:
         """Checks which options are given together, before anything is run.
@@ -128,7 +129,7 @@ def simulate(options: SimulateOptions) -> int:
     that disagree. Options go before SCRIPT; words after it are passed to the script.
     """
     options.check()
-    arguments, shown = options.arguments(), console()
+    arguments, shown = options.arguments(), console(as_json=options.as_json)
     note_misplaced(shown, simulate, options.program, options.args or [])
     try:
         if options.explore is not None:
@@ -142,16 +143,22 @@ def simulate(options: SimulateOptions) -> int:
 
 
 def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) -> int:
-    with working(f"simulating {counted(options.num_ranks or 0, 'rank')}"):
+    # Programs ask for JSON: lines of time would stand among the errors that they read.
+    plain_after = None if options.as_json else 10.0
+    with working(f"simulating {counted(options.num_ranks or 0, 'rank')}", plain_after=plain_after):
         outcome = _outcome(options, arguments, options.seed, above_progress(shown))
     if outcome.failure is not None:
         _tell(outcome.failure, shown)
         for path in filter(None, (options.png, options.html, options.chrome)):
             shown.say(f"did not write {path}: the run failed")
+        if options.as_json:
+            print(to_json(_failed(options, options.seed, outcome.failure)))
         return outcome.failure.status
     simulation = outcome.simulation
     assert simulation is not None
-    _tell_notes(simulation, shown)
+    notes = _notes(simulation)
+    for note in notes:
+        shown.say(f"note: {note}")
     written = write_files(
         (options.png, simulation.timeline.draw),
         (options.html, simulation.timeline.draw),
@@ -162,9 +169,9 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) ->
             shown.say(f"rank {rank}: peak of {_in_units(peak)}")
     for path in written:
         shown.say(f"wrote {path}")
-    if len(simulation.results) > 1 and not simulation.bytes_sent:
-        shown.say(f"note: no rank has communicated, so {BY_ITSELF}")
     shown.say(_summary(simulation))
+    if options.as_json:
+        print(to_json({**_finished(simulation), "notes": notes, "files": written}))
     return 0
 
 
@@ -185,9 +192,16 @@ def _explore(options: SimulateOptions, arguments: dict[str, Any], shown: Console
         kept.release()
         _tell(failure, shown)
         passed = seed - options.seed
-        shown.say(f"seed {seed} fails, after {passed} that passed; to replay it: {options.replay(seed)}")
+        replay = options.replay(seed)
+        shown.say(f"seed {seed} fails, after {passed} that passed; to replay it: {replay}")
+        if options.as_json:
+            failed = {**_failed(options, seed, failure), "replay": replay}
+            print(to_json({**failed, "first_seed": options.seed, "num_tried": passed + 1, "num_failed": 1}))
         return failure.status
     shown.say(f"{counted(options.num_ranks or 0, 'rank')}, {counted(count, 'seed')} passed, from {options.seed} on")
+    if options.as_json:
+        finished = {"status": "finished", "num_ranks": options.num_ranks}
+        print(to_json({**finished, "first_seed": options.seed, "num_tried": count, "num_failed": 0}))
     return 0
 
 
@@ -197,7 +211,8 @@ def _outcome(options: SimulateOptions, arguments: dict[str, Any], seed: int, sho
 
     program = Program(options.program, tuple(options.args or ()), is_module=options.module)
     assert options.num_ranks is not None, "checked"
-    return run_script(program, options.num_ranks, shown, seed=seed, **arguments)
+    with only_json(options.as_json):
+        return run_script(program, options.num_ranks, shown, seed=seed, **arguments)
 
 
 def _tell(failure: Failure, shown: Console) -> None:
@@ -208,9 +223,38 @@ def _tell(failure: Failure, shown: Console) -> None:
         trace.finish()
 
 
-def _tell_notes(simulation: Simulation, shown: Console) -> None:
-    for note in simulation.notes:
-        shown.say(f"note: {shortened(note)}")
+def _notes(simulation: Simulation) -> list[str]:
+    notes = [shortened(note) for note in simulation.notes]
+    if len(simulation.results) > 1 and not simulation.bytes_sent:
+        notes.append(f"no rank has communicated, so {BY_ITSELF}")
+    return notes
+
+
+def _finished(simulation: Simulation) -> dict[str, Any]:
+    sent = [
+        {"sender": sender, "receiver": receiver, "bytes": num_bytes}
+        for (sender, receiver), num_bytes in sorted(simulation.bytes_sent.items())
+    ]
+    return {
+        "status": "finished",
+        "num_ranks": len(simulation.results),
+        "seed": simulation.seed,
+        "elapsed": exact(simulation.elapsed),
+        "bytes_sent": sum(simulation.bytes_sent.values()),
+        "bytes_by_pair": sent,
+        "peak_memory": simulation.peak_memory,
+    }
+
+
+def _failed(options: SimulateOptions, seed: int, failure: Failure) -> dict[str, Any]:
+    return {
+        "status": "deadlock" if failure.error_type == DeadlockError.__name__ else "failed",
+        "num_ranks": options.num_ranks,
+        "seed": seed,
+        "failed_rank": failure.rank,
+        "error_type": failure.error_type,
+        "error": failure.text,
+    }
 
 
 def _summary(simulation: Simulation) -> str:

@@ -168,7 +168,7 @@ def ranked(entries: Sequence[Entry], is_same_work: bool) -> list[Entry]:
 def entry_of(arguments: tuple[str, ...], ended: Ended) -> Entry:
     """Returns the entry of a process that has ended."""
     try:
-        figures = json.loads(ended.stdout.rpartition("\n")[2])
+        figures = json.loads(ended.stdout)
     except ValueError:
         figures = None
     if isinstance(figures, dict) and "step_seconds" in figures:

@@ -21,13 +21,14 @@ class Failure:
     """Failure of a script on simulated ranks.
 
     status: exit status. rank: rank that has failed first, None if the world has, as by a deadlock. text: error without
-    its traceback. traceback: empty if the text says all.
+    its traceback. traceback: empty if the text says all. error_type: class of the exception, empty if there is none.
     """
 
     status: int
     rank: int | None
     text: str
     traceback: str = ""
+    error_type: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,23 +73,25 @@ def failure_of(error: BaseException, script: Script) -> Failure:
     raised = (error, error.__cause__)
     rank = next((rank for rank, own in script.errors.items() if any(own is each for each in raised)), None)
     if rank is None:  # the world's, such as a deadlock
-        return Failure(1, None, shortened(f"{type(error).__name__}: {error}"))
+        name = type(error).__name__
+        return Failure(1, None, shortened(f"{name}: {error}"), error_type=name)
     cause = unwrapped(cause)
+    name = type(cause).__name__
     cause.__traceback__ = _of_user(cause)
     described = describe(rank, cause)
     where = f" ({shortened(described.where)})" if described.where else ""
     if isinstance(cause, SystemExit):
-        return Failure(status_of(cause.code), rank, f"rank {rank} {described.summary}{where}")
+        return Failure(status_of(cause.code), rank, f"rank {rank} {described.summary}{where}", error_type=name)
     if isinstance(cause, EchelonError):  # says what happened and what to do
         where = "" if described.where in str(cause) else where
-        return Failure(1, rank, shortened(f"rank {rank} raised {type(cause).__name__}: {cause}") + where)
+        return Failure(1, rank, shortened(f"rank {rank} raised {name}: {cause}") + where, error_type=name)
     if isinstance(cause, SyntaxError) and not described.where:  # the script's own: the same on all ranks
         # Without a file if it holds null characters.
         place = f"{cause.filename}:{cause.lineno}: " if cause.filename else ""
         line = f": {cause.text.strip()}" if cause.text else ""
-        return Failure(1, None, shortened(f"{place}{type(cause).__name__}: {cause.msg}{line}"))
+        return Failure(1, None, shortened(f"{place}{name}: {cause.msg}{line}"), error_type=name)
     hint = described.hint and f": {described.hint}"
-    return Failure(1, rank, f"{described}{where}{hint}", folded(_without_notes(cause)))
+    return Failure(1, rank, f"{described}{where}{hint}", folded(_without_notes(cause)), name)
 
 
 def _of_user(error: BaseException) -> TracebackType | None:
