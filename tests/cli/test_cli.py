@@ -67,11 +67,20 @@ def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_the_commands(capsys, arguments):
-    commands = printed(capsys, *arguments).partition("Commands:")[2].partition("Exit status")[0].split("\n")
-    assert [line.split()[0] for line in commands if line.strip()] == [
+    assert listed(printed(capsys, *arguments)) == [
         *("run", "simulate", "foresee", "plan", "bench", "tune", "doctor", "env", "checkpoint")
     ]
+
+
+def test_help_lists_the_commands_of_checkpoints(capsys):
+    assert listed(printed(capsys, "checkpoint", "--help")) == ["ls", "verify", "remove", "export", "import"]
+
+
+def listed(text):
+    """Returns the names of the commands that a help lists."""
+    commands = text.partition("Commands:")[2].partition("Exit status")[0].split("\n")
     assert not any(line.endswith("...") for line in commands), "a description is too long for its line"
+    return [line.split()[0] for line in commands if line.strip()]
 
 
 def test_the_command_line_is_part_of_a_plain_installation():
@@ -215,6 +224,20 @@ def every_command():
 def test_every_command_whose_result_is_a_report_has_json():
     without = {name for name, one in every_command().items() if not any("--json" in each.opts for each in one.params)}
     assert without == {"run", "checkpoint remove", "checkpoint export", "checkpoint import"}
+
+
+def test_every_option_with_a_value_names_it():
+    """typer's own names are those of types, such as "<int range>"."""
+    options = [(name, each) for name, one in every_command().items() for each in one.params]
+    with_value = [(name, each) for name, each in options if each.param_type_name == "option" and not each.is_flag]
+    assert not [(name, each.opts[0]) for name, each in with_value if each.metavar is None]
+
+
+def test_the_options_of_the_output_have_one_order():
+    order = ("--svg", "--png", "--html", "--chrome", "--csv", "--json")
+    for name, one in every_command().items():
+        given = [each.opts[0] for each in one.params if each.opts[0] in order]
+        assert given == sorted(given, key=order.index), name
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_files_are_written(capsys, tmp_path):
         ("all-reduce --algorithm ring -r 4 --hosts a,b", "--hosts a,b is for 2, not for 4 ranks: give as a,a,b,b"),
         (
             "all-reduce --hosts 2x2",
-            "--hosts 2x2 is for 4, not for no number of ranks: give as a,a,b,b or 2x2, with -r 4",
+            "--hosts 2x2 is for 4, not for no number of ranks: give as a,a,b,b or 2x2, with -n 4",
         ),
         ("all-reduce --algorithm ring -r 4 --alpha x", "--alpha x: not a number; give one, such as 1.5"),
         ("all-reduce --algorithm ring -r 4 --bytes -1", "--bytes -1: not a number of bytes; give one such as 8, 64K"),

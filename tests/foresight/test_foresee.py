@@ -256,11 +256,12 @@ def run(*words, capsys):
 
 
 def test_command(script, capfd):
-    status, shown = run("--gpu", "a100", "--json", "--html", "report.html", "train.py", capsys=capfd)
+    status, shown = run("--gpu", "a100", "--hosts", "1x2", "--json", "--html", "report.html", "train.py", capsys=capfd)
     assert status == 0, shown.err
     assert {"[0] exit 0", "[1] exit 1"} <= set(shown.err.splitlines())
     found = json.loads(shown.out)
     assert found["step_seconds"] > 0
+    assert found["hosts"] == [2]
     assert found["skipped"] == ["torch.save at train.py:19"]
     assert not (script.parent / "model.pt").exists()
     page = (script.parent / "report.html").read_text()
@@ -296,6 +297,10 @@ def test_command_says_that_nothing_was_recorded(script, capfd):
 def test_command_refuses_a_wrong_option(script, capfd):
     assert run("--gpu", "h1000", "train.py", capsys=capfd)[0] == 2
     assert run("--hosts", "many", "train.py", capsys=capfd)[0] == 2
+    assert "--hosts 2x4 is for 8 ranks, not for " in run("--hosts", "2x4", "train.py", capsys=capfd)[1].err
+    for words in (["--json"], ["--png", "a.png"]):
+        told = run("--calibrate", "here.json", *words, capsys=capfd)[1].err
+        assert told.startswith(f"echelon: {words[0]} with --calibrate: a measurement has no report")
     assert run("--calibrate", "here.json", "train.py", capsys=capfd)[0] == 2
     assert run("--calibrate", "here.txt", capsys=capfd)[0] == 2
     assert run("--calibrate", "missing/here.json", capsys=capfd)[0] == 2

@@ -56,7 +56,7 @@ def _section(name: str, command: Any) -> str:
 
 def _metavar(parameter: Any) -> str:
     name = parameter.metavar or (parameter.name or "").upper()
-    return name if parameter.required or name.startswith("[") else f"[{name}]"
+    return (name if parameter.required else f"[{name}]") + "..." * (parameter.nargs == -1)
 
 
 def _row(parameter: Any) -> str:

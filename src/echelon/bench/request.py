@@ -103,7 +103,7 @@ def read_hosts(text: str, num_ranks: int | None) -> tuple[str, ...]:
     count = int(counts[1]) * int(counts[2]) if counts else text.count(",") + 1
     if count != num_ranks:
         ranks = "no number of" if num_ranks is None else str(num_ranks)
-        raise PlanError(f"--hosts {text} is for {count}, not for {ranks} ranks: give as a,a,b,b or 2x2, with -r 4")
+        raise PlanError(f"--hosts {text} is for {count}, not for {ranks} ranks: give as a,a,b,b or 2x2, with -n 4")
     if counts:
         return tuple(str(number // int(counts[2])) for number in range(count))
     return tuple(name.strip() for name in text.split(","))
@@ -128,25 +128,35 @@ class Request:
     # A number above 1024 is a slip of the keyboard.
     num_ranks: Annotated[
         int | None,
-        typer.Option("-n", "--num-ranks", min=1, max=1024, help="Number of ranks to start.  [default: 2]"),
+        typer.Option(
+            "-n", "--num-ranks", metavar="COUNT", min=1, max=1024, help="Number of ranks to start.  [default: 2]"
+        ),
     ] = None
-    backend: Annotated[str, typer.Option(help="auto, shm, tcp, gloo, nccl, or simulated (virtual time).")] = "auto"
+    backend: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, shm, tcp, gloo, nccl, or simulated (virtual time).")
+    ] = "auto"
     smallest: Annotated[str, typer.Option("-b", "--min", metavar="BYTES", help="Smallest array.")] = "8"
     largest: Largest = "64M"
-    factor: Annotated[int, typer.Option("-f", "--factor", min=2, help="Size multiplier.")] = 2
-    dtype: Annotated[str, typer.Option(help="Element type, such as bfloat16.")] = "float32"
-    op: Annotated[str, typer.Option(help="Reduction, such as sum or max.")] = "sum"
-    root: Annotated[int, typer.Option(help="Source of a broadcast or scatter, destination of a reduce or gather.")] = 0
-    algorithm: Annotated[str | None, typer.Option(help="Message-passing algorithm, such as ring.  [default: auto]")] = (
-        None
-    )
+    factor: Annotated[
+        int, typer.Option("-f", "--factor", metavar="RATIO", min=2, help="Ratio of a size to the one before.")
+    ] = 2
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Element type, such as bfloat16.")] = "float32"
+    op: Annotated[str, typer.Option(metavar="NAME", help="Reduction, such as sum or max.")] = "sum"
+    root: Annotated[
+        int, typer.Option(metavar="RANK", help="Source of a broadcast or scatter, destination of a reduce or gather.")
+    ] = 0
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Message-passing algorithm, such as ring.  [default: auto]")
+    ] = None
     vs: Annotated[str | None, typer.Option(metavar="gloo|mpi", help="Also measure a peer, in turns with Echelon.")] = (
         None
     )
-    turns: Annotated[int, typer.Option(min=1, help="Timed runs of each; their median counts.")] = 5
-    iterations: Annotated[int | None, typer.Option(min=1, help="Calls per turn.  [default: as many as take 50 ms]")] = (
-        None
-    )
+    turns: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="Timed runs per size and library; their median counts.")
+    ] = 5
+    iterations: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=1, help="Calls per turn.  [default: as many as take 50 ms]")
+    ] = None
     network: NetworkName = None
     local_network: Annotated[
         str | None, typer.Option(metavar="NAME", help="Network inside a simulated host.  [default: shared-memory]")
@@ -228,11 +238,15 @@ class Tuning:
 
     num_ranks: Annotated[
         int | None,
-        typer.Option("-n", "--num-ranks", min=2, max=1024, help="Number of ranks to start.  [default: 2]"),
+        typer.Option(
+            "-n", "--num-ranks", metavar="COUNT", min=2, max=1024, help="Number of ranks to start.  [default: 2]"
+        ),
     ] = None
-    backend: Annotated[str, typer.Option(help="tcp, or simulated (virtual time).")] = "tcp"
+    backend: Annotated[str, typer.Option(metavar="NAME", help="tcp, or simulated (virtual time).")] = "tcp"
     largest: Largest = "16M"
-    turns: Annotated[int, typer.Option(min=1, help="Timed runs per algorithm; their median counts.")] = 5
+    turns: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="Timed runs per size and algorithm; their median counts.")
+    ] = 5
     network: NetworkName = None
     hosts: Hosts = None
     output: Annotated[

@@ -88,9 +88,9 @@ collectives.command()(command(plan_collective))
 checkpoints = _App(add_completion=False, **_SETTINGS)
 app.add_typer(checkpoints, name="checkpoint", help="Lists, checks, removes and converts checkpoints.")
 checkpoints.command("ls")(checkpoint.ls)
-checkpoints.command("verify")(checkpoint.verify)
-checkpoints.command("remove")(checkpoint.remove)
-checkpoints.command("export")(checkpoint.export)
+checkpoints.command("verify", short_help="Reads every byte, and names what is damaged.")(checkpoint.verify)
+checkpoints.command("remove", short_help="Removes checkpoints.")(checkpoint.remove)
+checkpoints.command("export", short_help="Writes a checkpoint in another format.")(checkpoint.export)
 checkpoints.command("import")(checkpoint.import_)
 
 

@@ -17,7 +17,6 @@ from echelon.errors import CheckpointError, FileError, InvalidArgument
 from echelon.wording import counted
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the checkpoints.")]
-Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step.")]
 
 
 def ls(path: Path, as_json: Json = False) -> None:
@@ -38,7 +37,13 @@ def ls(path: Path, as_json: Json = False) -> None:
     print_table(console, rows, left=(4,))
 
 
-def verify(path: Path, step: Step = None, as_json: Json = False) -> int:
+def verify(
+    path: Path,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="Step to read.  [default: all]")
+    ] = None,
+    as_json: Json = False,
+) -> int:
     """Reads every byte of the checkpoints, and names each file and tensor that is damaged.
 
     Exits with status 1 if anything is wrong. A folder with the name of a step and
@@ -93,9 +98,12 @@ def export(
     path: Path,
     hf: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for from_pretrained of transformers.")] = None,
     dcp: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for torch.distributed.checkpoint.")] = None,
-    step: Step = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="Step to write.  [default: the newest]")
+    ] = None,
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="config.json for --hf; else the extra value config.")
+        str | None,
+        typer.Option(metavar="FILE", help='config.json for --hf.  [default: "config" of the checkpoint\'s extra]'),
     ] = None,
 ) -> None:
     """Writes the newest checkpoint, or that of a step, in another format."""

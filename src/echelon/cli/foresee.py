@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
@@ -34,12 +35,18 @@ class ForeseeOptions:
     program: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="Script to foresee; with -m a module.", show_default=False)
     ] = ""
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None
-    num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="Number of ranks.  [required]")] = None
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None
+    num_ranks: Annotated[
+        int | None, typer.Option("-n", "--num-ranks", metavar="COUNT", help="Number of ranks.  [required]")
+    ] = None
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False
     gpu: Annotated[str, value("NAME", "Device of every rank; or the file of --calibrate.")] = "h100"
     hosts: Annotated[
-        str | None, value("HOSTS", "Number of equal hosts, or ranks of each, as 8,8,4.  [default: as many as needed]")
+        str | None,
+        value(
+            "HOSTS",
+            "Number of equal hosts, 2x4 (2 hosts of 4 ranks), or ranks of each: 8,8,4.  [default: as many as needed]",
+        ),
     ] = None
     network: Annotated[str, value("NAME", "Network between the hosts.")] = "infiniband-400g"
     rails: Annotated[int, value("COUNT", "Separate networks, one for each NIC of a host; 0 for a single one.")] = 0
@@ -64,10 +71,10 @@ class ForeseeOptions:
     calibrate: Annotated[
         str | None, value("FILE", "Measure this machine's GPU (--gpu cpu: its processors) for --gpu, and end.")
     ] = None
-    json: Json = False
+    png: Png = None
     html: Annotated[str | None, value("FILE", "Write the report with timeline and memory as one HTML file.")] = None
     chrome: Chrome = None
-    png: Png = None
+    json: Json = False
 
     def check(self) -> None:
         """Checks the options before anything is run.
@@ -79,6 +86,8 @@ class ForeseeOptions:
         if self.calibrate is not None:
             if self.program:
                 raise LaunchError(f"--calibrate {self.calibrate} takes no script: foresee it afterwards, with --gpu")
+            for unused in (*files_of(self), *["--json"] * self.json):
+                raise LaunchError(f"{unused} with --calibrate: a measurement has no report; leave {unused} out")
             if not self.calibrate.endswith(".json"):
                 raise LaunchError(f"--calibrate {self.calibrate}: give a file that ends in .json")
             check_writable(self.calibrate)  # before the minute that it takes
@@ -115,7 +124,7 @@ class ForeseeOptions:
         """Returns the arguments of `echelon.foresee`."""
         return {
             "gpu": self.gpu,
-            "hosts": _hosts(self.hosts),
+            "hosts": _hosts(self.hosts, self.num_ranks),
             "network": self.network,
             "rails": self.rails,
             "oversubscription": self.oversubscription,
@@ -222,18 +231,25 @@ def _sweep(options: ForeseeOptions, text: str) -> int:
     return 0 if any(entry.fits for entry in found) else 1
 
 
-def _hosts(text: str | None) -> int | list[int] | None:
-    """Returns the hosts that an option names.
+def _hosts(text: str | None, num_ranks: int | None) -> int | list[int] | None:
+    """Returns the number of equal hosts that an option names, or the ranks of each host.
 
     Raises:
-        LaunchError: it is neither a number nor a list of numbers.
+        LaunchError: it is no number, no list of numbers and not as 2x4, or 2x4 does not have `num_ranks` ranks.
     """
     if text is None:
         return None
+    if counts := re.fullmatch(r"(\d+)x(\d+)", text.strip()):
+        number = int(counts[1]) * int(counts[2])
+        if number != num_ranks:
+            raise LaunchError(
+                f"--hosts {text} is for {number} ranks, not for {num_ranks}: give numbers with that product"
+            )
+        return int(counts[1])
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise LaunchError(f"--hosts {text}: give a number of hosts, or the ranks of each, as 8,8,4") from None
+        raise LaunchError(f"--hosts {text}: give a number of hosts, 2x4, or the ranks of each, as 8,8,4") from None
     return numbers[0] if "," not in text else numbers
 
 

@@ -36,17 +36,25 @@ class PlanOptions:
     )
     # A number above the maximum is a slip of the keyboard.
     num_ranks: Annotated[
-        int | None, typer.Option("-r", "-n", "--num-ranks", min=1, max=4096, help="Number of ranks.")
+        int | None, typer.Option("-r", "-n", "--num-ranks", metavar="COUNT", min=1, max=4096, help="Number of ranks.")
     ] = None
     num_microbatches: Annotated[
         int | None,
-        typer.Option("-m", "--num-microbatches", min=1, max=1_000_000, help="Number of microbatches per step."),
+        typer.Option(
+            "-m", "--num-microbatches", metavar="COUNT", min=1, max=1_000_000, help="Number of microbatches per step."
+        ),
     ] = None
     chunks: Annotated[
         int | None,
-        typer.Option(max=256, help="Virtual stages per rank.  [default: that of the schedule; --search: 1 and 2]"),
+        typer.Option(
+            metavar="COUNT",
+            max=256,
+            help="Virtual stages per rank.  [default: that of the schedule; --search: 1 and 2]",
+        ),
     ] = None
-    group_size: Annotated[int | None, typer.Option(help="Microbatches per turn of a chunk (interleaved-1f1b).")] = None
+    group_size: Annotated[
+        int | None, typer.Option(metavar="COUNT", help="Microbatches per turn of a chunk (interleaved-1f1b).")
+    ] = None
     forward: Annotated[str | None, value("TIME", "Duration of a forward (F).  [default: 1]")] = None
     backward_input: Annotated[str | None, value("TIME", "Duration of an input gradient (I).  [default: 1]")] = None
     backward_weight: Annotated[str | None, value("TIME", "Duration of a weight gradient (W).  [default: 1]")] = None

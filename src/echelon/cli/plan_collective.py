@@ -49,10 +49,16 @@ class CollectiveOptions:
     """Options of `echelon plan` for a collective, as they were given."""
 
     operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A collective, such as all-reduce.")]
-    algorithm: Annotated[str | None, typer.Option(help="Algorithm to plan.  [default: list all]")] = None
+    algorithm: Annotated[str | None, typer.Option(metavar="NAME", help="Algorithm to plan.  [default: list all]")] = (
+        None
+    )
     # More ranks are a slip of the keyboard, or take longer than anybody waits.
-    num_ranks: Annotated[int | None, typer.Option("-r", "-n", "--num-ranks", max=1024, help="Number of ranks.")] = None
-    root: Annotated[int, typer.Option(help="Source of a broadcast or scatter, destination of a reduce or gather.")] = 0
+    num_ranks: Annotated[
+        int | None, typer.Option("-r", "-n", "--num-ranks", metavar="COUNT", max=1024, help="Number of ranks.")
+    ] = None
+    root: Annotated[
+        int, typer.Option(metavar="RANK", help="Source of a broadcast or scatter, destination of a reduce or gather.")
+    ] = 0
     hosts: Annotated[str | None, value("HOSTS", "Host of each rank: a,a,b,b, or 2x2 (2 hosts of 2 ranks).")] = None
     num_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Size of the whole tensor.")] = "1M"
     alpha: Annotated[str, value("SECONDS", "Latency per message.")] = "1e-5"

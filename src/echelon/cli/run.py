@@ -22,14 +22,16 @@ from echelon.launch.status_line import StatusLine
 def run(
     program: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script to run; with -m a module.")],
     num_ranks: Annotated[
-        int | None, typer.Option("-n", "--num-ranks", help="Number of ranks to start.  [required]")
+        int | None, typer.Option("-n", "--num-ranks", metavar="COUNT", help="Number of ranks to start.  [required]")
     ] = None,
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False,
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="Leave out the line on ranks, threads and backend.")
     ] = False,
-    grace: Annotated[float, typer.Option(help="Seconds for other ranks to report after the first failure.")] = GRACE,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time for other ranks to report after the first failure.")
+    ] = GRACE,
 ) -> int:
     """Runs a script on several ranks of this host.
 

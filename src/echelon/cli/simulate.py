@@ -33,9 +33,9 @@ class SimulateOptions:
     """Options of `echelon simulate`, as they were given."""
 
     program: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script to run; with -m a module.")]
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None
     num_ranks: Annotated[
-        int | None, typer.Option("-n", "--num-ranks", help="Number of simulated ranks.  [required]")
+        int | None, typer.Option("-n", "--num-ranks", metavar="COUNT", help="Number of simulated ranks.  [required]")
     ] = None
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False
     network: Annotated[
@@ -61,9 +61,9 @@ class SimulateOptions:
     ] = "shm"
     late_sends: Annotated[bool, typer.Option("--late-sends", help="Find tensors that are changed while sent.")] = False
     memory: Annotated[bool, typer.Option("--memory", help="Print the peak memory of each rank's tensors.")] = False
-    chrome: Chrome = None
     png: Png = None
     html: Html = None
+    chrome: Chrome = None
     as_json: Json = False
 
     def check(self) -> None:
