@@ -16,7 +16,7 @@ LINES: Mapping[Cause, tuple[float, float]] = {
     "overhead": (0.1, 0.1),
     "drain": (0.0, 0.18),
 }
-"""Inches between the lines of a cause: of those that rise to the right, and of those that fall. 0: there are none."""
+"""Inches between rising lines and between falling lines of a cause. 0: there are none."""
 
 
 class Stroke(NamedTuple):
