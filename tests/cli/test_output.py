@@ -1,8 +1,10 @@
 """Tables that fit the terminal, progress on terminals alone, facts for bug reports, and completion."""
 
+import contextlib
 import io
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -96,6 +98,62 @@ def test_lines_appear_above_the_progress():
     stream.write(b"[0] loss 1\n")
     stream.flush()
     assert (out.getvalue(), terminal.getvalue()) == (b"[0] loss 1\n", b"\r\x1b[2K")
+
+
+SMALL = ["-n", "2", "--max", "8", "--backend", "simulated"]
+
+
+def on_terminal(folder, *command, **environ):
+    """Runs a command under a pseudo-terminal, as IPython runs `!command`, and returns what that gets."""
+    ours, theirs = pty.openpty()
+    # A kernel sets these two.
+    environ = {**os.environ, "TERM": "xterm-color", "FORCE_COLOR": "1", "NO_COLOR": "", **environ}
+    command_line = [sys.executable, "-m", "echelon", *command]
+    with subprocess.Popen(command_line, cwd=folder, stdout=theirs, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        with open(ours, "rb", buffering=0) as terminal:
+            read = b""
+            # Linux reports the end of a terminal as an error.
+            with contextlib.suppress(OSError):
+                while True:
+                    read += terminal.read(1 << 16)
+        assert process.wait(30) == 0, read
+    return read.decode().replace("\r\n", "\n")
+
+
+SCRIPT = """\
+import os
+assert "ECHELON_TERMINAL" not in os.environ, "no bar of a rank"
+print("a line")
+"""
+
+
+@pytest.mark.parametrize("variable", ["JPY_PARENT_PID=1", "MPLBACKEND=module://matplotlib_inline.backend_inline"])
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["plan", "1f1b", "-r", "2", "-m", "4"], "1f1b: 2 ranks, 2 stages, 4 microbatches"),
+        (["run", "-q", "-n", "1", "script.py"], "[0] a line"),
+        pytest.param(["simulate", "-n", "1", "script.py"], "[0] a line", marks=pytest.mark.slow),
+        pytest.param(["bench", "all-reduce", *SMALL], "# wrong values: 0, OK", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_the_cell_of_a_notebook_gets_plain_text(tmp_path, command, line, variable):
+    """A notebook keeps what a terminal overwrites, as a line for each turn of the spinner."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    name, value = variable.split("=")
+    shown = on_terminal(tmp_path, *command, **{name: value})
+    assert line in shown.splitlines()
+    assert "\x1b" not in shown
+    assert "\r" not in shown
+
+
+def test_a_terminal_gets_colors_and_progress(tmp_path):
+    shown = on_terminal(tmp_path, "plan", "1f1b", "-r", "2", "-m", "4")
+    assert "\x1b[1m1f1b: 2 ranks, 2 stages, 4 microbatches\x1b[0m\n" in shown
+    assert "\r\x1b[2K" in shown
+    assert "checking the schedule" in shown
 
 
 def test_env_has_versions_and_no_secret(capsys, monkeypatch):

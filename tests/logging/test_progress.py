@@ -48,3 +48,12 @@ def test_a_file_is_no_terminal_of_the_launcher(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "stderr", file)
         assert list(progress(range(3), "training")) == [0, 1, 2]
     assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_rank_that_a_notebook_started_shows_nothing(monkeypatch):
+    """Its kernel sets FORCE_COLOR, and rich would draw the bar into the pipe of the launcher."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert list(progress(range(3), "training")) == [0, 1, 2]
+    assert sys.stderr.getvalue() == ""

@@ -30,6 +30,7 @@ from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import init
 from echelon.launch.spawn import spawn
+from echelon.launch.status_line import is_terminal
 from echelon.simulation import Network, simulate
 from echelon.wording import counted
 
@@ -143,13 +144,13 @@ def progress(as_json: bool) -> TextIO | None:
     """
     if not as_json:
         return sys.stdout
-    return sys.stderr if sys.stderr.isatty() else None
+    return sys.stderr if is_terminal(sys.stderr) else None
 
 
 def print_above(text: str, stream: TextIO) -> None:
     """Prints lines at once, above the line of progress if the command shows one on the terminal."""
     # This may be a process of its own. It removes the line, and the command draws it again below.
-    is_shown = stream.isatty() and sys.stderr.isatty()
+    is_shown = is_terminal(stream) and is_terminal(sys.stderr)
     print(("\r\x1b[2K" if is_shown else "") + text, file=stream, flush=True)
 
 

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from echelon.checkpoint.claim import remove as remove_steps
 from echelon.checkpoint.folder import Folder, Found
 from echelon.cli.options import Json
-from echelon.cli.output import print_table, to_json, working, write
+from echelon.cli.output import print_table, rich_console, to_json, working, write
 from echelon.errors import CheckpointError, FileError, InvalidArgument
 from echelon.wording import counted
 
@@ -25,7 +24,7 @@ def ls(path: Path, as_json: Json = False) -> None:
     if as_json:
         print(to_json({"path": path, "checkpoints": [_row(each) for each in found]}))
         return
-    console = Console(highlight=False)
+    console = rich_console()
     if not found:
         write(console, f"{path} has no checkpoint")
         return
@@ -63,7 +62,7 @@ def verify(
     elif not steps:
         raise CheckpointError(f"{path} has no checkpoint: give a folder in which a job saves")
     else:
-        console = Console(highlight=False)
+        console = rich_console()
         for each in steps:
             write(console, f"step {each}: {counted(len(problems[each]), 'problem') if problems[each] else 'whole'}")
             for problem in problems[each]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.cli.options import Json
-from echelon.cli.output import to_json
+from echelon.cli.output import rich_console, to_json
 from echelon.wording import counted
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def doctor(as_json: Json = False) -> int:
     if as_json:
         print(to_json({"errors": num_errors, "checks": list(map(asdict, findings))}))
     else:
-        _print_findings(Console(highlight=False), findings)
+        _print_findings(rich_console(), findings)
     return 1 if num_errors else 0
 
 

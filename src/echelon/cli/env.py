@@ -7,10 +7,8 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from rich.console import Console
-
 from echelon.cli.options import Json
-from echelon.cli.output import print_table, to_json
+from echelon.cli.output import print_table, rich_console, to_json
 
 _PACKAGES = ("torch", "numpy", "typer", "rich", "matplotlib", "accelerate", "lightning", "transformers")
 
@@ -24,7 +22,7 @@ def env(as_json: Json = False) -> None:
     if as_json:
         print(to_json(values))
         return
-    print_table(Console(highlight=False), [("what", "found"), *values.items()], left=(0, 1))
+    print_table(rich_console(), [("what", "found"), *values.items()], left=(0, 1))
 
 
 def found(environ: Any) -> dict[str, str]:

@@ -9,14 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
 
 import typer
-from rich.console import Console as RichConsole
 
 from echelon.arguments import check_writable
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
-from echelon.cli.output import Counted, WarnedOnce, only_json, working, write, write_files
+from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, working, write, write_files
 from echelon.cli.run import above_progress, console
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.output import Console, MarkedStream
@@ -210,7 +209,7 @@ def _calibrate(path: str, gpu: str) -> int:
 
 def _sweep(options: ForeseeOptions, text: str) -> int:
     each = combinations("--sweep", text)
-    shown = RichConsole(stderr=True, highlight=False)
+    shown = rich_console(stderr=True)
     program = [options.program, *(options.args or [])]
     # The first combination may take a minute.
     number = counted(len(each), "combination")
@@ -224,7 +223,7 @@ def _sweep(options: ForeseeOptions, text: str) -> int:
     if options.json:
         print(sweep.as_json(found))
     else:
-        sweep.show(found, RichConsole(highlight=False))
+        sweep.show(found, rich_console())
     if signal is not None:
         console().say(f"ended by {signal.name}: {num_left} of {counted(len(each), 'combination')} left out")
         return 128 + signal  # as a shell reports it

@@ -19,7 +19,16 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from echelon.launch.status_line import in_notebook
 from echelon.timeline.timeline import Time
+
+
+def rich_console(stderr: bool = False) -> Console:
+    """Returns rich's console of standard output or error. A notebook's cell gets plain text."""
+    # The stream of now: a program that runs meanwhile may have others, one for each rank.
+    stream = sys.stderr if stderr else sys.stdout
+    # A kernel sets FORCE_COLOR, by which rich takes even a pipe for a terminal.
+    return Console(file=stream, highlight=False, force_terminal=False if in_notebook() else None)
 
 
 def write(console: Console, text: Text | str = "", style: str = "") -> None:
@@ -65,8 +74,7 @@ def working(
         per_second: how often the line is drawn. Each time takes about a millisecond of a core.
         plain_after: seconds until the first line for a file or a pipe. None: it gets none.
     """
-    # The stream of now: a program that runs meanwhile may have others, one for each rank.
-    shown = Console(file=sys.stderr) if console is None else console
+    shown = rich_console(stderr=True) if console is None else console
     if not shown.is_terminal:
         with nullcontext() if plain_after is None else _lines_of_time(what, shown, plain_after):
             yield

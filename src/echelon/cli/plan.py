@@ -8,11 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.console import Console
 
 from echelon.arguments import choices
 from echelon.cli.options import Chrome, Html, Json, Png, Svg, amount, check_files, given, one_number, value
-from echelon.cli.output import to_json, working, write, write_files
+from echelon.cli.output import rich_console, to_json, working, write, write_files
 from echelon.cli.plan_report import as_values, in_words, print_comparison, print_plan, values_compared, values_searched
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
 from echelon.errors import ScheduleError
@@ -204,7 +203,7 @@ def plan(options: PlanOptions) -> None:
         tried = {"searched": list(map(values_searched, searched))} if searched else {}
         print(to_json({**values, **tried, "files": written}))
         return
-    console = Console(highlight=False)
+    console = rich_console()
     print_plan(console, schedule, timeline, values)
     if searched:
         write(console, f"\n{in_words(searched)}")
@@ -232,7 +231,7 @@ def _compare(options: PlanOptions) -> None:
     if options.as_json:
         print(to_json({"num_ranks": num_ranks, "num_microbatches": num_microbatches, "schedules": compared}))
         return
-    console = Console(highlight=False)
+    console = rich_console()
     write(console, f"{counted(num_ranks, 'rank')}, {counted(num_microbatches, 'microbatch')}\n", style="bold")
     print_comparison(console, compared)
 

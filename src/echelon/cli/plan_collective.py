@@ -14,7 +14,7 @@ from rich.console import Console
 
 from echelon.bench.request import read_hosts, read_size
 from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_files, given, one_number, value
-from echelon.cli.output import exact, print_table, write, write_files
+from echelon.cli.output import exact, print_table, rich_console, write, write_files
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
 from echelon.collectives.plans.check import check, goal_of
 from echelon.collectives.plans.cost import LinkCosts, simulate
@@ -94,7 +94,7 @@ def plan_collective(options: CollectiveOptions) -> None:
     size = read_size("--bytes", options.num_bytes)
     check_files(options)
     costs = options.costs()  # a wrong cost is an error even where only names are listed
-    console = Console(highlight=False)
+    console = rich_console()
     if options.algorithm is None:
         for path in filter(None, (options.svg, options.png, options.html, options.chrome)):
             raise PlanError(f"{path}: there are several plans to draw; name one, as --algorithm ring -r 4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from typing import Annotated, BinaryIO, cast
+from typing import Annotated, BinaryIO, TextIO, cast
 
 import typer
 
@@ -16,7 +16,7 @@ from echelon.launch.output import Console
 from echelon.launch.report import GRACE
 from echelon.launch.run import Program
 from echelon.launch.run import run as run_program
-from echelon.launch.status_line import StatusLine
+from echelon.launch.status_line import StatusLine, is_terminal
 
 
 def run(
@@ -62,14 +62,14 @@ def console(*, as_json: bool = False) -> Console:
         # Bytes: a rank's output may be cut inside of a character.
         stdout.buffer,
         sys.stderr.buffer,
-        color_stdout=_shows_color(stdout.isatty()),
-        color_stderr=_shows_color(sys.stderr.isatty()),
+        color_stdout=_shows_color(stdout),
+        color_stderr=_shows_color(sys.stderr),
     )
 
 
 def above_progress(shown: Console) -> Console:
     """Returns the same output for a program that runs while the progress is shown, if it is."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         return shown
     out, err = (cast("BinaryIO", AboveProgress(each, shown.stderr)) for each in (shown.stdout, shown.stderr))
     return replace(shown, stdout=out, stderr=err)
@@ -77,15 +77,15 @@ def above_progress(shown: Console) -> Console:
 
 def _with_bars(shown: Console) -> Console:
     """Returns the same output with a line for progress bars of the ranks, if standard error is a terminal for them."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    if not is_terminal(sys.stderr) or os.environ.get("TERM") == "dumb":
         return shown
     status = StatusLine(shown.stderr)
-    stdout = status.above(shown.stdout) if sys.stdout.isatty() else shown.stdout
+    stdout = status.above(shown.stdout) if is_terminal(sys.stdout) else shown.stdout
     # 0 on a terminal that does not know, such as that of some editors.
     columns = os.get_terminal_size(sys.stderr.fileno()).columns or shown.columns
     return replace(shown, stdout=stdout, stderr=status.above(shown.stderr), status=status, columns=columns)
 
 
-def _shows_color(is_terminal: bool) -> bool:
+def _shows_color(stream: TextIO) -> bool:
     # NO_COLOR as in https://no-color.org: any value but the empty one.
-    return is_terminal and not os.environ.get("NO_COLOR")
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console as RichConsole
 from rich.progress import Progress
 
 from echelon.call_site import shortened
 from echelon.cli import fault_text
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Html, Json, Png, check_files, value
-from echelon.cli.output import exact, only_json, to_json, working, write_files
+from echelon.cli.output import exact, only_json, rich_console, to_json, working, write_files
 from echelon.cli.run import above_progress, console
 from echelon.errors import DeadlockError, InvalidWorldSize, LaunchError
 from echelon.launch.output import Console, MarkedStream
@@ -180,7 +179,7 @@ def _explore(options: SimulateOptions, arguments: dict[str, Any], shown: Console
 
     count = options.explore or 0
     # Output of the seeds is kept, so nothing else is written to a terminal that shows the progress.
-    terminal = RichConsole(stderr=True)
+    terminal = rich_console(stderr=True)
     with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
         for seed in progress.track(range(options.seed, options.seed + count), count, description="exploring"):
             # A thousand runs print a thousand times the same: only the failing one is shown.

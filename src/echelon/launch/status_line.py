@@ -7,13 +7,26 @@ Programs draw a bar as a line without an end, which each update overwrites after
 from __future__ import annotations
 
 import io
-from typing import Any, BinaryIO, cast
+import os
+from typing import Any, BinaryIO, TextIO, cast
 
 VARIABLE = "ECHELON_TERMINAL"
 """Variable with the columns that the terminal of `echelon run` has for a bar. Not set without a terminal."""
 
 _ERASE = b"\x1b[2K"
 _WITHOUT_WRAP, _WITH_WRAP = b"\x1b[?7l", b"\x1b[?7h\x1b[0m"
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook, or a process that one of its cells has started."""
+    # Jupyter sets the first. VS Code starts kernels without it, and ipykernel sets the second in all of them.
+    return "JPY_PARENT_PID" in os.environ or "backend_inline" in os.environ.get("MPLBACKEND", "")
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a stream is a terminal. The output of a cell is none: it would keep all that a terminal overwrites."""
+    # IPython runs `!command` under a pseudo-terminal.
+    return stream.isatty() and not in_notebook()
 
 
 def bar(text: str) -> str:

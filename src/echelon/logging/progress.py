@@ -41,7 +41,9 @@ def progress(
         InvalidArgument: `group` is no group.
     """
     found = current_group() if group is None else check_group(group)
-    shown = Console(stderr=True) if console is None else console
+    # A kernel sets FORCE_COLOR, by which rich takes even a pipe for a terminal.
+    forced = False if status_line.in_notebook() else None
+    shown = Console(stderr=True, force_terminal=forced) if console is None else console
     columns = _columns_of_launcher() if console is None else None
     if (found is not None and found.rank != 0) or not (shown.is_terminal or columns):
         yield from items
