@@ -127,7 +127,7 @@ $(INTEROP): $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,interop]"
 	@touch $@
 
-# mkdocs, its theme and what reads the docstrings.
+# mkdocs, its theme, what reads the docstrings and what runs the notebooks.
 $(DOCS): $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
 	@touch $@

@@ -1,13 +1,19 @@
 """The tutorials run, block by block, and print what they show; so do the pages for users of other libraries."""
 
 import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 import warnings
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.pages import FORECAST_OF, blocks_of, outputs
+from tests.helpers.pages import FORECAST_OF, LONG_WORK, blocks_of, outputs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -54,3 +60,51 @@ def test_the_notebooks_are_made_from_the_pages(monkeypatch):
         made = notebooks.notebook(path.with_suffix(".md").read_text(encoding="utf-8"))
         assert json.loads(path.read_text(encoding="utf-8")) == made, f"{name}: run python tools/notebooks.py"
         assert all(cell["outputs"] or cell["execution_count"] for cell in made["cells"] if cell["cell_type"] == "code")
+
+
+def executed(path, folder):
+    """Returns the cells of code of a notebook, with the outputs that they have in a kernel of Jupyter."""
+    for package in ("nbclient", "ipykernel"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install -c constraints.txt 'echelon[docs]'")
+    notebook = Path(shutil.copy(path, folder))
+    # The interpreter of the tests, wherever its scripts are.
+    command = folder / "bin" / "echelon"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m echelon "$@"\n')
+    command.chmod(0o755)
+    # No kernels, settings and history of this user.
+    names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+    own = {name: str(folder / name.lower()) for name in names}
+    environ = {**os.environ, **own, "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}
+    execute = [sys.executable, "-c", "from nbclient.cli import main; main()", "--inplace", "--timeout=300"]
+    ended = subprocess.run(
+        [*execute, str(notebook)], cwd=folder, env=environ, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return cells_of_code(notebook)
+
+
+def cells_of_code(notebook):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def printed(cell):
+    """Returns the standard output of a cell by the rules of pages: without warnings, and lines on long work."""
+    streams = [output for output in cell["outputs"] if output.get("name") == "stdout"]
+    text = "".join(part for output in streams for part in output["text"])
+    return LONG_WORK.sub("", text.replace("\r\n", "\n"))  # a pseudo-terminal adds the carriage return
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", sorted((DOCS / "tutorials").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_cell_prints_in_jupyter_what_the_notebook_shows(path, tmp_path):
+    """IPython runs commands under a pseudo-terminal, where each turn of a spinner was a line of the cell."""
+    cells = executed(path, tmp_path)
+    for cell, shown in zip(cells, cells_of_code(path), strict=True):
+        assert printed(cell) == printed(shown), "".join(shown["source"])
+    drawn = [output["data"] for cell in cells for output in cell["outputs"] if output["output_type"] != "stream"]
+    assert len(drawn) == (path.stem == "choose_a_schedule"), "a timeline"
+    assert all("".join(data["text/html"]).startswith("<iframe srcdoc=") for data in drawn)
