@@ -53,7 +53,7 @@ def test_without_an_algorithm_all_are_listed(capsys):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_can_be_listed_timed_and_planned(capsys, operation):
     word = operation.replace("_", "-")
-    listed = json.loads(run(capsys, word, "-r", "6", "--json"))
+    listed = json.loads(run(capsys, word, "-r", "6", "--json"))["algorithms"]
     assert [row["algorithm"] for row in listed] == [
         algorithm.name for algorithm in algorithms_of(operation) if not algorithm.goes_by_hosts
     ]
@@ -88,13 +88,13 @@ def test_hosts_and_their_costs_count(capsys):
 
 def test_with_hosts_the_algorithms_that_go_by_them_are_listed_and_chosen(capsys):
     options = "all-reduce -r 8 --hosts 2x4 --local-alpha 1e-6 --local-beta 1e-10 --json"
-    times = {row["algorithm"]: row["seconds"] for row in json.loads(run(capsys, *options.split()))}
+    times = {row["algorithm"]: row["seconds"] for row in json.loads(run(capsys, *options.split()))["algorithms"]}
     assert list(times) == [algorithm.name for algorithm in algorithms_of("all_reduce")]
     assert times["hierarchical"] < min(times["ring"], times["rabenseifner"], times["recursive_doubling"])
-    chosen = [row["algorithm"] for row in json.loads(run(capsys, *options.split())) if row["chosen"]]
+    chosen = [row["algorithm"] for row in json.loads(run(capsys, *options.split()))["algorithms"] if row["chosen"]]
     assert chosen == ["hierarchical"]
     named = json.loads(run(capsys, *options.replace("2x4", "a,a,a,a,b,b,b,b").split()))
-    assert {row["algorithm"]: row["seconds"] for row in named} == times
+    assert {row["algorithm"]: row["seconds"] for row in named["algorithms"]} == times
 
 
 def test_a_rank_alone_has_no_picture(capsys):
@@ -105,7 +105,8 @@ def test_a_rank_alone_has_no_picture(capsys):
 
 def test_what_is_no_collective_but_the_value_of_an_option(capsys, tmp_path):
     assert run(capsys, "--csv", "gather", "1f1b", "-r", "2", "-m", "2").endswith("wrote gather\n")
-    assert run(capsys, "--json", "-r", "2", "gather").startswith("[")
+    found = json.loads(run(capsys, "--json", "-r", "2", "gather"))
+    assert (found["operation"], found["num_ranks"], found["bytes"]) == ("gather", 2, 1 << 20)
 
 
 def test_rounds_that_do_not_fit_are_counted(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from echelon.bench.request import read_hosts, read_size
 from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_files, given, one_number, value
-from echelon.cli.output import exact, print_table, rich_console, write, write_files
+from echelon.cli.output import exact, print_table, rich_console, to_json, write, write_files
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
 from echelon.collectives.plans.check import check, goal_of
 from echelon.collectives.plans.cost import LinkCosts, simulate
@@ -99,7 +98,10 @@ def plan_collective(options: CollectiveOptions) -> None:
         for path in filter(None, (options.svg, options.png, options.html, options.chrome)):
             raise PlanError(f"{path}: there are several plans to draw; name one, as --algorithm ring -r 4")
         rows = _list(operation, options.num_ranks, options.root, size, costs)
-        print(json.dumps(rows, indent=2)) if options.as_json else _print_list(console, operation, rows)
+        if options.as_json:
+            print(to_json({"operation": operation, "num_ranks": options.num_ranks, "bytes": size, "algorithms": rows}))
+        else:
+            _print_list(console, operation, rows)
         return
     if options.num_ranks is None:
         raise PlanError("-r is missing: give the number of ranks, as -r 4")
@@ -115,7 +117,7 @@ def plan_collective(options: CollectiveOptions) -> None:
     )
     if options.as_json:
         sizes = {"operation": operation, "algorithm": name, "bytes": size}
-        print(json.dumps({**sizes, **values, "files": written}, indent=2))
+        print(to_json({**sizes, **values, "files": written}))
         return
     _print_plan(console, plan, 0 if operation == "barrier" else size, values)
     for path in written:
