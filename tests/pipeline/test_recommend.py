@@ -31,7 +31,7 @@ def test_those_that_fit_come_first_and_then_the_fastest():
     for option in options:
         assert option.fits == (max(option.peak_microbatches) <= 4)
     assert (options[0].schedule.name, options[-1].fits) == ("zb-v", False)
-    assert str(options[0]) == "zb-v: span 25.4, bubble rate 5.5%, up to 4 microbatches"
+    assert str(options[0]) == "zb-v: span 25.4, bubble rate 5.5%, memory 4, up to 4 microbatches"
     assert str(options[-1]).endswith(
         "up to 8 microbatches (does not fit: rank 0 holds 8 microbatches, over the limit of 4)"
     )
@@ -44,6 +44,22 @@ def test_memory_counts_what_is_there_throughout():
     assert found["1f1b"].fits
     assert found["gpipe"].peak_memory == (34, 44, 54, 64)
     assert found["gpipe"].problem == "rank 3 holds 64 of memory, over the limit of 45"
+
+
+@pytest.mark.parametrize(
+    ("activation", "parameters", "text", "problem"),
+    [
+        (1_700, 9_000, "memory 15,800", "rank 0 holds 15,800 of memory, over the limit of 13,000"),
+        (2 << 30, 5 << 29, "memory 10.5 GiB", "rank 0 holds 10.5 GiB of memory, over the limit of 10 GiB"),
+    ],
+)
+def test_a_row_shows_time_and_memory_with_its_unit(activation, parameters, text, problem):
+    capacity = 13_000 if activation == 1_700 else 10 << 30
+    options = recommend(Costs(activation=activation), 4, 8, parameters=parameters, capacity=capacity)
+    (row,) = [option for option in options if option.schedule.name == "1f1b"]
+    line = f"1f1b: span 33, bubble rate 27.3%, {text}, up to 4 microbatches (does not fit: {problem})"
+    assert (str(row), repr(row)) == (line, f"<Option {line}>")
+    assert f"  {text.removeprefix('memory ')}  " in table([row])
 
 
 def test_the_table():

@@ -19,16 +19,19 @@ from echelon.pipeline.schedules.registry import build, names
 from echelon.pipeline.search.engine import search as search_schedule
 from echelon.pipeline.search.problem import rank_limits
 from echelon.timeline.timeline import Time, Timeline
+from echelon.timeline.words import memory_text
 
 # Stages per rank, for schedules that have a choice. The search knows placements of 1 and of 2.
 _CHUNKS = 2
 # Sums of floats may be a hair above the exact sum; `Schedule.check` grants the same.
 _ROUNDING = 1 + 1e-9
+# No plan has a million microbatches on a rank, and no rank a million MiB.
+_LEAST_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Option:
-    """Schedule with its predicted time and memory.
+    """Schedule with its predicted time and memory. Its `str` is one line. Memory from 1 MiB on is shown as bytes.
 
     Args:
         schedule: The schedule.
@@ -52,12 +55,14 @@ class Option:
         return self.problem is None
 
     def __str__(self) -> str:
-        memory = max(self.peak_microbatches)
         return (
             f"{self.schedule.name}: span {float(self.timeline.span):.4g}, "
-            f"bubble rate {float(self.timeline.bubble_rate):.1%}, "
-            f"up to {memory:.4g} microbatches{'' if self.fits else f' (does not fit: {self.problem})'}"
+            f"bubble rate {float(self.timeline.bubble_rate):.1%}, memory {_memory(max(self.peak_memory))}, up to "
+            f"{max(self.peak_microbatches):.4g} microbatches{'' if self.fits else f' (does not fit: {self.problem})'}"
         )
+
+    def __repr__(self) -> str:
+        return f"<Option {self}>"
 
 
 @final
@@ -178,7 +183,7 @@ def _rows(options: Sequence[Option]) -> list[tuple[str, ...]]:
                 str(option.schedule.num_chunks),
                 f"{float(option.timeline.span):.4g}",
                 f"{float(option.timeline.bubble_rate):.1%}",
-                f"{float(max(option.peak_memory)):.4g}",
+                _memory(max(option.peak_memory)),
                 " ".join(peaks if len(peaks) <= 8 else [*peaks[:4], "..", *peaks[-4:]]),
                 f"does not fit: {option.problem}" if option.problem else "fits",
             )
@@ -260,7 +265,14 @@ def _excess(peaks: Sequence[Time], limit: Time | None, unit: str) -> str | None:
     most = max(peaks)
     if limit is None or most <= limit * _ROUNDING:
         return None
-    return f"rank {peaks.index(most)} holds {float(most):.4g} {unit}, over the limit of {float(limit):.4g}"
+    return f"rank {peaks.index(most)} holds {_memory(most)} {unit}, over the limit of {_memory(limit)}"
+
+
+def _memory(amount: Time) -> str:
+    """Returns an amount of memory, such as "12,400". Amounts from 1 MiB on are taken for bytes, such as "8.5 GiB"."""
+    if amount >= _LEAST_BYTES:
+        return memory_text(amount, "B")
+    return f"{float(amount):,.0f}" if amount >= 1000 else f"{float(amount):.4g}"
 
 
 def _divided(amount: Time, parts: int) -> Time:
