@@ -179,3 +179,27 @@ def test_a_page_in_a_browser(step, tmp_path):
             assert tab.run("document.querySelector('output').textContent") == "forward, 1.00 s: mm at train.py:1"
             assert tab.complaints == []
             assert len(tab.requests) == 1
+
+
+CUT = """(() => [...document.querySelectorAll("section, .card")].flatMap(card => [...card.querySelectorAll("*")].filter(
+    each => !each.closest("svg, canvas, .ticks") && (
+        each.getBoundingClientRect().right > card.getBoundingClientRect().right
+        || (each.scrollWidth > each.clientWidth && getComputedStyle(each).overflowX !== "visible")
+    )).map(each => card.querySelector("h2, span").textContent + ": " + each.textContent)))()"""
+"""Texts of cards that are cut at the right edge, or can only be read by scrolling."""
+
+
+@pytest.mark.slow
+def test_no_card_cuts_a_text(tmp_path):
+    """The names of three long operators did not wrap, so that the Figures were cut at 1280 pixels."""
+    step = Step(groups=((0, 1),))
+    for index in range(3):
+        step.kernel(1, name=f"a_fused_operator_{index}_whose_name_is_not_short_at_all")
+    step.collective(1, 40).allocate(1, 512 * MIB).wait(1).kernel(1)
+    step.places = [f"/home/somebody/{'projects/' * 9}train.py:{index}" for index in range(len(step.places))]
+    written(seen_of(step), tmp_path, title="train.py", tokens=400)
+    with browser() as tab:
+        for width in (1280, 1000, 400):
+            tab.open(tmp_path / "report.html", width)
+            assert tab.run(CUT) == [], width
+            assert tab.run("document.documentElement.scrollWidth") <= width

@@ -244,7 +244,7 @@ def _exposed(played: Played) -> str:
         )
         for name, time in list(played.exposed.items())[:_LINES]
     ]
-    return _table(("line", "modules", "group", "time", "share"), rows) if rows else "<p>None.</p>"
+    return _table(("line", "modules", "group", "time", "share"), rows, num_texts=3) if rows else "<p>None.</p>"
 
 
 def _rich_table(table: Table) -> str:
@@ -253,16 +253,19 @@ def _rich_table(table: Table) -> str:
     return _table(titles if any(titles) else (), list(zip(*columns, strict=True)))
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table whose first column is text and whose last ones are numbers."""
-    head = f"<tr>{''.join(_cell('th', index, title) for index, title in enumerate(titles))}</tr>" if titles else ""
-    body = "".join(f"<tr>{''.join(_cell('td', index, text) for index, text in enumerate(row))}</tr>" for row in rows)
-    return f'<div class="scroll"><table>{head}{body}</table></div>'
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> str:
+    """Returns a table whose first columns are texts, which wrap, and whose last ones are numbers."""
+
+    def line(tag: str, texts: Sequence[str]) -> str:
+        return f"<tr>{''.join(_cell(tag, text, index >= num_texts) for index, text in enumerate(texts))}</tr>"
+
+    head = line("th", titles) if titles else ""
+    return f'<div class="scroll"><table>{head}{"".join(line("td", row) for row in rows)}</table></div>'
 
 
-def _cell(tag: str, index: int, text: str) -> str:
+def _cell(tag: str, text: str, is_number: bool) -> str:
     shown = escape(text)
-    if index:
+    if is_number:
         return f'<{tag} class="number">{shown}</{tag}>'
     return f"<{tag}>{f'<code>{shown}</code>' if ':' in text else shown}</{tag}>"
 
