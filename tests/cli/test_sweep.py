@@ -18,7 +18,7 @@ from echelon import LaunchError
 from echelon.cli import main as command
 from echelon.cli import sweep as sweep_module
 from echelon.cli.combinations import combinations
-from echelon.cli.sweep import Ended, Terminated, as_json, entry_of, show, smaller_batches, sweep
+from echelon.cli.sweep import Ended, Terminated, as_json, entry_of, show, sweep
 from echelon.cli.sweep import run_all as run_processes
 
 
@@ -69,7 +69,8 @@ def test_bad_text_is_one_line(text, error, capsys):
 
 
 def figures(step, mfu, reserved=1 << 30, fits=True, bubble=None):
-    memory = {"needed_peak": reserved, "limit": 80 << 30, "fits": fits}
+    narrowly = fits and reserved > 79 << 30
+    memory = {"needed_peak": reserved, "limit": 80 << 30, "fits": fits, "fits_narrowly": narrowly}
     known = {"step_seconds": step, "mfu": mfu, "bubble": bubble, "memory": memory}
     return {**known, "tokens_per_second": None, "problems": []}
 
@@ -156,6 +157,15 @@ def test_a_size_that_does_not_fit_is_above_the_limit():
     assert written.getvalue().splitlines()[1].split()[5:] == ["over", "80.0", "GiB", "80.0", "GiB", "NO"]
 
 
+def test_a_size_that_fits_narrowly_says_so():
+    written = io.StringIO()
+    ended = Ended(0, json.dumps(figures(0.5, 0.9, 159 << 29)), "")
+    (entry,) = sweep([], ["train.py"], EACH[:1], ending_with([ended]), no_word).entries
+    show([entry], Console(file=written, width=200))
+    assert written.getvalue().splitlines()[1].split()[-1] == "narrowly"
+    assert entry.summary == "--tp 1 takes 500.00 ms, fits narrowly"
+
+
 def test_the_table_has_bubbles_if_a_layout_has_a_pipeline():
     ended = [Ended(0, json.dumps(each), "") for each in PIPELINES]
     found = sweep([], ["train.py"], EACH[1:3], ending_with(ended), no_word)
@@ -169,28 +179,6 @@ def test_the_table_has_bubbles_if_a_layout_has_a_pipeline():
 
 
 PIPELINES = [figures(2.0, 0.4, bubble=0.125), figures(1.0, 0.3)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("", ""),  # a script without arguments
-        ("--lr 1 --batch-size 12 --steps 8", "--batch-size {6,3,1}"),
-        ("--local_batch=2", "--local_batch={1}"),
-        ("--batch 1", ""),
-        ("--batch", ""),
-        ("--num-microbatches 8 --batches 4", ""),
-        ("--data batch 8", ""),
-        ("--micro-batch-size 4", "--micro-batch-size {2,1}"),
-        ("--per_device_train_batch_size=8", "--per_device_train_batch_size={4,2,1}"),
-        ("--bs 2", "--bs {1}"),
-        ("--mbs=4 --gbs 64", "--mbs={2,1}"),
-        ("--bsz-file 8", ""),
-    ],
-)
-def test_smaller_batches_are_those_of_the_argument(arguments, text):
-    assert smaller_batches(arguments.split()) == text
-    assert not text or combinations("--sweep", text)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -3,6 +3,7 @@
 import importlib
 import json
 import pkgutil
+import re
 import warnings
 
 import pytest
@@ -283,7 +284,47 @@ def test_command_says_that_a_script_does_not_fit(script, capfd):
     assert {"[0] exit 0", "[1] exit 1"} <= set(shown.out.splitlines())
     note = "lines after a rank, such as [0], are the script's own: their times and values are of fake tensors"
     assert f"echelon: {note}\n" in shown.err
-    assert 'foresee smaller batches by --sweep "--batch {4,2,1}"' in shown.err
+    assert 'foresee smaller batches by --sweep "--batch {2,1}"' in shown.err
+
+
+BLOCKS = """
+import argparse, torch
+from torch.utils.checkpoint import checkpoint
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int)
+parser.add_argument("--recompute", action="store_true")
+options = parser.parse_args()
+parts = (torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024))
+blocks = [torch.nn.Sequential(*parts).cuda() for _ in range(8)]
+optimizer = torch.optim.SGD(blocks[0].parameters(), lr=0.1)
+while True:
+    x = torch.ones(options.batch * 65536, 1024, device="cuda")
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False) if options.recompute else block(x)
+    x.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_sweeps_that_are_advised_after_a_misfit_fit_and_are_not_needlessly_small(tmp_path, monkeypatch, capfd):
+    """A sweep over {3,1} was advised where 4 fitted, and activation checkpointing was left out."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(BLOCKS)
+    gpu = "foresee", "-n", "1", "--gpu", "a100-40g"
+    assert command([*gpu, "train.py", "--batch", "9"]) == 1
+    sweeps = re.findall('--sweep "([^"]+)"', capfd.readouterr().err)
+    assert sweeps == ["--batch {3,2,1}", "--recompute --batch {9,6,4}"]
+    largest = []
+    for sweep in sweeps:
+        assert command([*gpu, "--json", "--sweep", sweep, "train.py"]) == 0
+        ranked = json.loads(capfd.readouterr().out)["ranked"]
+        largest.append(max(int(each["arguments"][-1]) for each in ranked if each["memory"]["fits"]))
+    assert command([*gpu, "train.py", "--batch", "9", "--recompute"]) == 1
+    assert "activation checkpointing by" not in capfd.readouterr().err, "the script recomputes already"
+    assert largest == [3, 6]  # of 39 GiB: 4 need 49, and 9 with recomputation 47
 
 
 def test_command_says_that_nothing_was_recorded(script, capfd):

@@ -47,6 +47,36 @@ def test_a_short_curve_keeps_the_peak_and_the_end():
     assert curve.kinds["activations"][-1] == 3 * MIB
 
 
+@pytest.mark.parametrize(
+    ("add", "mebibytes"),
+    [
+        (lambda step: step, 512),
+        (lambda step: step.collective(1, 8).collective(2, 8), 512 + 688),
+        (lambda step: step.collective(1, 8).collective(2, 8, group=1), 512 + 2 * 688),
+        (lambda step: step.collective(1, 8, group=2), 512),  # of a single rank
+        # Rank 1 is on the host of rank 0, ranks 2 and 3 are on another one.
+        (lambda step: step.collective(1, 8, group=3, kind="all_to_all"), 512 + 688 + 446),
+    ],
+)
+def test_memory_that_no_figure_counts_is_that_of_cuda_and_of_groups_that_communicate(add, mebibytes):
+    step = add(Step(groups=((0, 1), (0, 2), (0,), (0, 1, 2, 3))).allocate(1, 4 * MIB).kernel(1))
+    assert memory_of(step).uncounted(0) // MIB == mebibytes
+
+
+def test_messages_have_buffers_of_nccl_too():
+    steps = Step(0, 2).send(1, 1), Step(1, 2).receive(1, 0)
+    played = play({step.rank: step.trace() for step in steps}, [0, 1], PLAIN, replace(LINKS, hosts=(2,)))
+    assert MemoryCurves(played, played.memory()).uncounted(1) // MIB == 512 + 688
+
+
+@pytest.mark.parametrize(("limit", "share"), [(4096, 1.0), (1200 + 300 + 1000, 0.5), (1200 + 300, 0.0), (100, 0.0)])
+def test_the_part_of_the_activations_that_fits_leaves_room_for_the_rest(limit, share):
+    step = Step(groups=((0, 1),)).collective(1, 8).allocate(1, 300 * MIB, "parameters")
+    step.allocate(2, 1500 * MIB).allocate(3, 500 * MIB, "other").kernel(1)
+    memory = memory_of(step, replace(PLAIN, memory_bytes=limit * MIB))
+    assert min(1.0, memory.fitting_share) == pytest.approx(share)
+
+
 def test_memory_is_a_mapping_of_roles_with_a_fullest_one(step):
     fuller = replace(Step().allocate(1, 90 * MIB).kernel(1).trace(), rank=2)
     played = play({0: step.trace(), 2: fuller}, [0, 0, 2, 2], PLAIN, LINKS)

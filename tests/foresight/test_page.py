@@ -132,6 +132,16 @@ def test_a_step_that_does_not_fit_says_so_at_the_top(step, tmp_path):
     assert text.index("does not fit") < text.index("memory needed") < text.index("Problems") < text.index("Timeline")
 
 
+def test_a_step_that_fits_narrowly_says_so_at_the_top(step, tmp_path):
+    _, page = written(seen_of(step), tmp_path)
+    assert "fits narrowly" in page.texts
+    (reason,) = [text for text in page.texts if text.startswith("Fits narrowly: rank 0 has 0.2 GiB left")]
+    assert page.texts.index(reason) < page.texts.index("Timeline")
+    _, page = written(seen_of(step, device=replace(PLAIN, memory_bytes=4 << 30)), tmp_path)
+    assert "fits" in page.texts
+    assert not any("narrowly" in text for text in page.texts)
+
+
 def block(start, end, hue="forward", module="layers.0"):
     return Block(start, end, hue, ((f"mm at {start}", end - start),), module, module)
 

@@ -40,7 +40,7 @@ def test_the_text_has_time_rates_exposed_lines_and_memory(step):
         "train.py:2                         g0  2.00 s  50.0%",
         "activations                   0.50",
         "reserved                      0.75",
-        "fits into                     1.00",
+        "fits narrowly into            1.00",
         "- rank 3 is full",
         "- loss 1.0",
         "not compared with published runs",
@@ -99,6 +99,30 @@ def test_a_step_that_does_not_fit_says_so(step):
     small = report(step, replace(PLAIN, memory_bytes=GIB // 2))
     assert not small.fits
     assert "DOES NOT FIT into" in str(small)
+
+
+def test_a_step_says_which_memory_is_not_counted_and_that_it_fits_narrowly(step):
+    roomy = report(step, replace(PLAIN, memory_bytes=2 * GIB))
+    text = " ".join(str(roomy).split())
+    assert "fits into 2.00" in text
+    assert "not counted: memory of CUDA's context and NCCL's buffers, about 1.2 GiB of each GPU not modelled" in text
+    assert "narrow" not in text
+    assert (roomy.to_json()["memory"]["fits_narrowly"], roomy.to_json()["memory"]["uncounted"] >> 20) == (False, 1200)
+    narrow = report(step, replace(PLAIN, memory_bytes=GIB))
+    text = " ".join(str(narrow).split())
+    assert "fits narrowly into 1.00" in text
+    assert (
+        "fits narrowly: rank 0 has 0.2 GiB left, but CUDA's context and NCCL's buffers, which are not counted, need "
+        "about 1.2 GiB: a real run may run out of memory"
+    ) in text
+    assert (narrow.fits, narrow.to_json()["memory"]["fits_narrowly"]) == (True, True)
+    small = report(step, replace(PLAIN, memory_bytes=GIB // 2))
+    assert (small.fits_narrowly, small.verdict) == (False, "does not fit")
+    assert "not counted" not in str(report(step, replace(PLAIN, is_synchronous=True)))
+
+
+def test_a_report_without_forecasts_has_no_empty_list_of_them(step):
+    assert "what if" not in str(report(step))
 
 
 def like_published(dtype="bfloat16", num_bytes=0, flops=10**15):

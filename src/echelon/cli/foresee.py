@@ -13,11 +13,13 @@ import typer
 from echelon.arguments import check_writable
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
+from echelon.cli.misfit import cures, recompute_option
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
 from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, working, write, write_files
 from echelon.cli.run import above_progress, console
 from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.foresight.trace import Kernel
 from echelon.launch.output import Console, MarkedStream
 from echelon.launch.run import Program
 from echelon.wording import counted
@@ -184,9 +186,17 @@ def foresee(options: ForeseeOptions) -> int:
     print(json.dumps({**report.to_json(), **_by_rank(seen)}) + "\n" if options.json else str(report), end="")
     for path in written:
         shown.say(f"wrote {path}")
-    if not seen.fits and (smaller := sweep.smaller_batches(program.args)):
-        shown.say(f'it does not fit: foresee smaller batches by --sweep "{smaller}"')
+    if not seen.fits and (found := _cures(program, seen)):
+        shown.say(f"it does not fit: foresee {', or '.join(found)}")
     return 0 if seen.fits else 1
+
+
+def _cures(program: Program, seen: Foreseen) -> list[str]:
+    """Returns arguments of the script that may make it fit, as phrases."""
+    entries = (entry for trace in seen.traces.values() for entry in trace.entries)
+    recomputes = any(isinstance(entry, Kernel) and entry.phase == "recompute" for entry in entries)
+    recompute = "" if program.is_module or recomputes else recompute_option(program.name)
+    return cures(program.args, seen.memory.fitting_share, recompute)
 
 
 def _calibrate(path: str, gpu: str) -> int:

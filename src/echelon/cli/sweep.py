@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -84,13 +83,18 @@ class Entry:
         """One line: the step and whether it fits, or the reason why there is none."""
         if self.figures is None:
             return f"{self.name} failed: {self.reason}"
-        verdict = "fits" if self.fits else "does not fit"
+        verdict = "does not fit" if not self.fits else "fits narrowly" if self.fits_narrowly else "fits"
         return f"{self.name} takes {seconds_text(self.figures['step_seconds'])}, {verdict}"
 
     @property
     def fits(self) -> bool:
         """Whether it runs, and every rank has enough memory."""
         return self.figures is not None and bool(self.figures["memory"]["fits"])
+
+    @property
+    def fits_narrowly(self) -> bool:
+        """Whether it fits, with less room than the uncounted CUDA context and NCCL buffers need."""
+        return self.figures is not None and bool(self.figures["memory"]["fits_narrowly"])
 
     def to_json(self) -> dict[str, Any]:
         """Returns the figures as plain values."""
@@ -198,7 +202,7 @@ def show(entries: Sequence[Entry], console: Console) -> None:
         tokens = [f"{figures['tokens_per_second'] or 0:,.0f}"] * has_tokens
         # A layout without a pipeline has no messages, and so no bubble.
         bubble = ["-" if figures["bubble"] is None else f"{figures['bubble']:.1%}"] * has_bubbles
-        verdict = "yes" if memory["fits"] else "NO"
+        verdict = "NO" if not entry.fits else "narrowly" if entry.fits_narrowly else "yes"
         step, mfu = seconds_text(figures["step_seconds"]), f"{figures['mfu']:.1%}"
         rows.append([entry.name, step, *tokens, mfu, *bubble, *sizes, verdict])
     if len(rows) > 1:
@@ -214,28 +218,6 @@ def as_json(entries: Sequence[Entry]) -> str:
     for entry in entries:
         groups["failed" if entry.figures is None else "ranked"].append(entry.to_json())
     return to_json(groups)
-
-
-_BATCH_SIZES = ("bs", "mbs", "gbs", "bsz")
-"""Short names that scripts give to the size of a batch, of a microbatch, or of the batch of all ranks."""
-
-
-def smaller_batches(arguments: Sequence[str]) -> str:
-    """Returns a sweep with smaller batches, as "--batch {4,2,1}". Empty if no argument of the script is a batch size.
-
-    Args:
-        arguments: arguments of the script.
-    """
-    for word, following in pairwise((*arguments, "")):
-        name, equals, value = word.partition("=")
-        # A number of batches is no size: fewer microbatches are larger ones.
-        is_size = "batch" in name and "batches" not in name
-        if not (name.startswith("--") and (is_size or name.lstrip("-") in _BATCH_SIZES)):
-            continue
-        value = value if equals else following
-        if value.isdecimal() and (sizes := [int(value) >> each for each in (1, 2, 3) if int(value) >> each]):
-            return f"{name}{equals or ' '}{{{','.join(map(str, sizes))}}}"
-    return ""
 
 
 def at_once(num_commands: int) -> int:

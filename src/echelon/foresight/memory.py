@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.errors import LaunchError
 from echelon.foresight.play.allocator import Memory
 from echelon.foresight.play.played import Played, PlayedRole
-from echelon.foresight.trace import Allocate, Free, MemoryKind
+from echelon.foresight.trace import Allocate, Collective, Free, MemoryKind, Message
 from echelon.timeline.palette import COLORS, THEMES, Tone
 
 if TYPE_CHECKING:
@@ -35,6 +36,18 @@ TONES: Mapping[MemoryKind, Tone] = {
 """Colours of kinds: those of the work that produces them, where there is such work."""
 
 _GIB = 1 << 30
+_CONTEXT = _GIB // 2
+"""Bytes of CUDA's context and libraries.
+
+An error of PyTorch on an A100 with 80 GB leaves 0.51 GiB for them: Lightning-AI/litgpt, tutorials/oom.md.
+"""
+_OF_GROUP = 688 << 20
+"""Bytes of NCCL's buffers for a process group of A100 with NVLink: NVIDIA/nccl, issue 964. A group of two takes 544."""
+_OF_PEER = 3_280_000_000 // 7
+"""Bytes of NCCL's buffers for each other GPU of a host in an all-to-all.
+
+On a host of 8 H100 the first one took 3.28 GB: NVIDIA/nccl, issue 1685.
+"""
 POINTS = 1000
 """Intervals of a curve, each with at most two points. A picture does not show more."""
 
@@ -94,6 +107,52 @@ class MemoryCurves(Mapping[int, Memory]):
     def fits(self) -> bool:
         """Whether every rank has enough memory."""
         return all(memory.fits for memory in self.memories.values())
+
+    def uncounted(self, rank: int) -> int:
+        """Returns the bytes that a recorded rank's GPU needs for CUDA's context and NCCL's buffers, roughly.
+
+        PyTorch's allocator does not see them, so no other figure counts them. 0 on processors.
+        """
+        return self._uncounted[rank]
+
+    @cached_property
+    def _uncounted(self) -> Mapping[int, int]:
+        is_here = self.played.device.is_synchronous
+        return {rank: 0 if is_here else _CONTEXT + self._of_nccl(rank) for rank in self}
+
+    def _of_nccl(self, rank: int) -> int:
+        trace, host_of = self.played.roles[rank].program.trace, self.played.cluster.host_of
+        calls = {(each.group, each.kind) for each in trace.entries if isinstance(each, Collective | Message)}
+        groups = {group for group, _ in calls if len(trace.groups[group].ranks) > 1}
+        of_all_to_all = [trace.groups[group].ranks for group, kind in calls if kind == "all_to_all"]
+        others = [other for ranks in of_all_to_all for other in ranks if other != rank]
+        return _OF_GROUP * len(groups) + _OF_PEER * sum(host_of(other) == host_of(rank) for other in others)
+
+    def left(self, rank: int) -> int:
+        """Returns the bytes of a recorded rank's device that PyTorch's allocator leaves free."""
+        return self.played.device.memory_bytes - self[rank].needed_peak
+
+    @property
+    def tightest(self) -> int:
+        """Rank of the role with the least room beside the memory that is not counted."""
+        return min(self, key=lambda rank: (self.left(rank) - self.uncounted(rank), rank))
+
+    @property
+    def fits_narrowly(self) -> bool:
+        """Whether every rank fits, and one of them leaves less room than the memory that is not counted needs."""
+        return self.fits and self.left(self.tightest) < self.uncounted(self.tightest)
+
+    @property
+    def fitting_share(self) -> float:
+        """Share of the fullest role's activations that would fit: 1 or more if all do, 0 if nothing else fits either.
+
+        Roughly the share of the batch. Parameters, gradients, the optimizer's state and buffers of communication stay.
+        """
+        rank = self.fullest
+        kinds = self[rank].kinds_at_peak
+        scaling = sum(kinds.get(kind, 0) for kind in ("activations", "other"))
+        room = self.played.device.memory_bytes - self.uncounted(rank) - (sum(kinds.values()) - scaling)
+        return max(0.0, room / scaling) if scaling else float(room >= 0)
 
     def curve(self, rank: int | None = None, points: int = POINTS) -> Curve:
         """Returns the memory of a rank over the step.

@@ -77,12 +77,7 @@ class AccuracyHere(NamedTuple):
 HERE = AccuracyHere(34, 0.067, 0.176)
 """From benchmarks/foresee/here.py: DDP, FSDP2, tensor parallelism and pipelines on 1 to 8 ranks."""
 
-NOT_MODELLED = (
-    "jitter",
-    "other jobs on the network",
-    "data loading",
-    "allocator of collectives' own buffers",
-)
+NOT_MODELLED = ("jitter", "other jobs on the network", "data loading")
 """Parts of a real run that the model leaves out."""
 
 
@@ -126,6 +121,16 @@ class Report:
         """Whether every rank's memory is enough."""
         return self.memory.fits
 
+    @property
+    def fits_narrowly(self) -> bool:
+        """Whether every rank fits, with less room than the uncounted CUDA context and NCCL buffers need."""
+        return self.memory.fits_narrowly
+
+    @property
+    def verdict(self) -> str:
+        """Whether the step fits, as "fits", "fits narrowly" or "does not fit"."""
+        return ("fits narrowly" if self.fits_narrowly else "fits") if self.fits else "does not fit"
+
     def to_json(self) -> dict[str, object]:
         """Returns the figures as plain values: seconds, bytes, and shares from 0 to 1."""
         played, fullest = self.played, self.memory[self.fullest]
@@ -160,7 +165,9 @@ class Report:
                 "needed_peak": fullest.needed_peak,
                 "limit": played.device.memory_bytes,
                 "kinds": dict(fullest.kinds_at_peak),
+                "uncounted": self.memory.uncounted(self.fullest),
                 "fits": self.fits,
+                "fits_narrowly": self.fits_narrowly,
                 "retries": fullest.retries,
                 "hosts": list(self.memory.of_hosts),
             },
@@ -264,7 +271,7 @@ class Report:
         table.add_row("reserved", f"{memory.reserved_peak / unit:.2f}")
         if not memory.fits:
             table.add_row("needed, at least", f"{memory.needed_peak / unit:.2f}")
-        verdict = "fits" if self.fits else "DOES NOT FIT"
+        verdict = self.verdict if self.fits else self.verdict.upper()
         table.add_row(f"{verdict} into", f"{limit / unit:.2f}")
         if memory.host_peak >= unit / 10:
             table.add_row("tensors on the CPU, of all ranks of a host", f"{max(self.memory.of_hosts) / unit:.2f}")
@@ -273,7 +280,7 @@ class Report:
         return table
 
     def _notes(self) -> RenderableType:
-        lines = []
+        lines = [self.narrow_text] if self.fits_narrowly else []
         if self.problems:
             lines += ["problems:", *(f"- {problem}" for problem in self.problems)]
         if self.assumptions:
@@ -283,8 +290,26 @@ class Report:
         if self.what_ifs:
             lines += ["what if", *(f"- {what_if}" for what_if in self.what_ifs)]
         lines.append(f"accuracy: {accuracy_text(self.played)}")
+        if (uncounted := self.uncounted_text) and not self.fits_narrowly:
+            lines.append(f"not counted: {uncounted}")
         lines.append(f"not modelled: {', '.join(NOT_MODELLED)}")
         return Text("\n".join(lines))
+
+    @property
+    def narrow_text(self) -> str:
+        """Sentence on a step that fits narrowly."""
+        rank = self.memory.tightest
+        left, uncounted = (size_text(size) for size in (self.memory.left(rank), self.memory.uncounted(rank)))
+        return (
+            f"fits narrowly: rank {rank} has {left} left, but CUDA's context and NCCL's buffers, which are not "
+            f"counted, need about {uncounted}: a real run may run out of memory"
+        )
+
+    @property
+    def uncounted_text(self) -> str:
+        """Memory that no figure counts, with its rough size. Empty on processors."""
+        size = self.memory.uncounted(self.fullest)
+        return f"memory of CUDA's context and NCCL's buffers, about {size_text(size)} of each GPU" if size else ""
 
 
 def accuracy_of(played: Played) -> Accuracy | None:

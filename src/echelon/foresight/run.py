@@ -163,6 +163,11 @@ class Foreseen:
         """Whether every rank has enough memory."""
         return self.memory.fits
 
+    @property
+    def fits_narrowly(self) -> bool:
+        """Whether every rank fits, with less room than the uncounted CUDA context and NCCL buffers need."""
+        return self.memory.fits_narrowly
+
     @cached_property
     def problems(self) -> list[Problem]:
         """Problems that do not keep the program from running, and too little memory."""

@@ -54,7 +54,8 @@ def page(seen: Foreseen, report: Report) -> str:
     values = {
         "title": escape(report.title or "A foreseen step"),
         "sentence": escape(_sentence(seen, report)),
-        "verdict": _badge(seen.fits),
+        "verdict": _badge(report),
+        "narrow": f"<p>{escape(_sentence_of(report.narrow_text))}</p>" if report.fits_narrowly else "",
         "cards": _cards(seen, report),
         "problems": _list("Problems", report.problems, "problems"),
         "style": style() + _kind_style(),
@@ -73,7 +74,7 @@ def page(seen: Foreseen, report: Report) -> str:
         + _list("Assumed", seen.assumptions)
         + _list("Skipped", seen.skipped),
         "accuracy": escape(_sentence_of(accuracy_text(played))),
-        "unmodelled": escape(f"Not modelled: {', '.join(NOT_MODELLED)}."),
+        "unmodelled": escape(_unmodelled(report)),
     }
     template = files("echelon.foresight.page").joinpath("page.html").read_text("utf-8")
     # Not str.format, to which the braces of the style would be fields.
@@ -91,12 +92,18 @@ def _sentence(seen: Foreseen, report: Report) -> str:
     )
 
 
+def _unmodelled(report: Report) -> str:
+    counted = f"Not counted: {report.uncounted_text}. " if report.uncounted_text else ""
+    return f"{counted}Not modelled: {', '.join(NOT_MODELLED)}."
+
+
 def _sentence_of(text: str) -> str:
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
-def _badge(fits: bool) -> str:
-    return f'<span class="badge {"good" if fits else "bad"}">{"fits" if fits else "does not fit"}</span>'
+def _badge(report: Report) -> str:
+    name = "narrow" if report.fits_narrowly else "good" if report.fits else "bad"
+    return f'<span class="badge {name}">{report.verdict}</span>'
 
 
 def _cards(seen: Foreseen, report: Report) -> str:

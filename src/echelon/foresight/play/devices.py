@@ -42,7 +42,7 @@ apart on average, which is 5.4 standard deviations.
 _A100 = Device(
     name="a100",
     peak=_A100_PEAK,
-    memory_bytes=int(79.15 * _GIB),  # torch.cuda.get_device_properties, less the CUDA context of NCCL and cuBLAS
+    memory_bytes=int(79.15 * _GIB),  # total capacity in PyTorch's errors. CUDA's context and NCCL take some of it
     memory_bandwidth=2.039e12,  # data sheet
     num_sms=108,  # data sheet
     per_host=8,
