@@ -262,12 +262,20 @@ def test_command(script, capfd):
     assert {"[0] exit 0", "[1] exit 1"} <= set(shown.err.splitlines())
     found = json.loads(shown.out)
     assert found["step_seconds"] > 0
+    assert (found["status"], found["files"]) == ("finished", ["report.html"])
     assert found["hosts"] == [2]
     assert found["skipped"] == ["torch.save at train.py:19"]
     assert not (script.parent / "model.pt").exists()
     page = (script.parent / "report.html").read_text()
     assert "<h1>train.py</h1>" in page
     assert "<h2>Skipped</h2><ul><li>torch.save at train.py:19</li></ul>" in page
+
+
+def test_a_failure_is_json_too(script, capfd):
+    status, shown = run("--json", "train.py", "wrong", capsys=capfd)
+    found = json.loads(shown.out)
+    assert (status, found["status"], found["error_type"]) == (1, "failed", "CollectiveMismatch")
+    assert found["error"] in shown.err
 
 
 def test_command_fails_for_a_mistake(script, capfd):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,17 +15,15 @@ from echelon.cli.combinations import combinations
 from echelon.cli.misfit import cures, recompute_option
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
-from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, working, write, write_files
-from echelon.cli.run import above_progress, console
+from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_json, working, write, write_files
+from echelon.cli.run import above_progress, console, tell
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.foresight.trace import Kernel
-from echelon.launch.output import Console, MarkedStream
 from echelon.launch.run import Program
 from echelon.wording import counted
 
 if TYPE_CHECKING:
     from echelon.foresight.run import Foreseen
-    from echelon.simulation.script.run import Failure
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,9 @@ def foresee(options: ForeseeOptions) -> int:
         shown.say("ended by SIGINT")
         return 130
     if outcome.failure is not None:
-        _tell(outcome.failure, shown)
+        tell(outcome.failure, shown)
+        if options.json:
+            print(to_json(outcome.failure.to_json()))
         return outcome.failure.status
     seen = outcome.foreseen
     assert seen is not None
@@ -183,7 +182,10 @@ def foresee(options: ForeseeOptions) -> int:
         (options.chrome, seen.played.timeline(kernels=True).to_chrome),
     )
     report = seen.report(options.tokens, options.program)
-    print(json.dumps({**report.to_json(), **_by_rank(seen)}) + "\n" if options.json else str(report), end="")
+    if options.json:
+        print(to_json({"status": "finished", **report.to_json(), **_by_rank(seen), "files": written}))
+    else:
+        print(str(report), end="")
     for path in written:
         shown.say(f"wrote {path}")
     if not seen.fits and (found := _cures(program, seen)):
@@ -268,11 +270,3 @@ def _by_rank(seen: Foreseen) -> dict[str, Any]:
         "peak_memory": list(seen.peak_memory),
         "live_memory": list(seen.live_memory),
     }
-
-
-def _tell(failure: Failure, shown: Console) -> None:
-    shown.say(failure.text)
-    if failure.rank is not None:
-        trace = MarkedStream(failure.rank, shown.stderr, color=shown.color_stderr)
-        trace.feed(failure.traceback.encode(errors="backslashreplace"))
-        trace.finish()

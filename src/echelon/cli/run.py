@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from typing import Annotated, BinaryIO, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, BinaryIO, TextIO, cast
 
 import typer
 
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.output import AboveProgress
 from echelon.errors import LaunchError
-from echelon.launch.output import Console
+from echelon.launch.output import Console, MarkedStream
 from echelon.launch.report import GRACE
 from echelon.launch.run import Program
 from echelon.launch.run import run as run_program
 from echelon.launch.status_line import StatusLine, is_terminal
+
+if TYPE_CHECKING:
+    from echelon.simulation.script.run import Failure
 
 
 def run(
@@ -73,6 +76,15 @@ def above_progress(shown: Console) -> Console:
         return shown
     out, err = (cast("BinaryIO", AboveProgress(each, shown.stderr)) for each in (shown.stdout, shown.stderr))
     return replace(shown, stdout=out, stderr=err)
+
+
+def tell(failure: Failure, shown: Console) -> None:
+    """Prints the failure of a script on simulated ranks, with its traceback."""
+    shown.say(failure.text)
+    if failure.rank is not None:
+        trace = MarkedStream(failure.rank, shown.stderr, color=shown.color_stderr)
+        trace.feed(failure.traceback.encode(errors="backslashreplace"))
+        trace.finish()
 
 
 def _with_bars(shown: Console) -> Console:

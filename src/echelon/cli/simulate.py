@@ -14,9 +14,9 @@ from echelon.cli import fault_text
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Html, Json, Png, check_files, value
 from echelon.cli.output import exact, only_json, rich_console, to_json, working, write_files
-from echelon.cli.run import above_progress, console
-from echelon.errors import DeadlockError, InvalidWorldSize, LaunchError
-from echelon.launch.output import Console, MarkedStream
+from echelon.cli.run import above_progress, console, tell
+from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.launch.output import Console
 from echelon.launch.run import BY_ITSELF, Program
 from echelon.wording import counted
 
@@ -147,7 +147,7 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) ->
     with working(f"simulating {counted(options.num_ranks or 0, 'rank')}", plain_after=plain_after):
         outcome = _outcome(options, arguments, options.seed, above_progress(shown))
     if outcome.failure is not None:
-        _tell(outcome.failure, shown)
+        tell(outcome.failure, shown)
         for path in filter(None, (options.png, options.html, options.chrome)):
             shown.say(f"did not write {path}: the run failed")
         if options.as_json:
@@ -189,7 +189,7 @@ def _explore(options: SimulateOptions, arguments: dict[str, Any], shown: Console
                 break
     if failure is not None:
         kept.release()
-        _tell(failure, shown)
+        tell(failure, shown)
         passed = seed - options.seed
         replay = options.replay(seed)
         shown.say(f"seed {seed} fails, after {passed} that passed; to replay it: {replay}")
@@ -212,14 +212,6 @@ def _outcome(options: SimulateOptions, arguments: dict[str, Any], seed: int, sho
     assert options.num_ranks is not None, "checked"
     with only_json(options.as_json):
         return run_script(program, options.num_ranks, shown, seed=seed, **arguments)
-
-
-def _tell(failure: Failure, shown: Console) -> None:
-    shown.say(failure.text)
-    if failure.rank is not None:
-        trace = MarkedStream(failure.rank, shown.stderr, color=shown.color_stderr)
-        trace.feed(failure.traceback.encode(errors="backslashreplace"))
-        trace.finish()
 
 
 def _notes(simulation: Simulation) -> list[str]:
@@ -246,14 +238,7 @@ def _finished(simulation: Simulation) -> dict[str, Any]:
 
 
 def _failed(options: SimulateOptions, seed: int, failure: Failure) -> dict[str, Any]:
-    return {
-        "status": "deadlock" if failure.error_type == DeadlockError.__name__ else "failed",
-        "num_ranks": options.num_ranks,
-        "seed": seed,
-        "failed_rank": failure.rank,
-        "error_type": failure.error_type,
-        "error": failure.text,
-    }
+    return {"num_ranks": options.num_ranks, "seed": seed, **failure.to_json()}
 
 
 def _summary(simulation: Simulation) -> str:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from echelon.call_site import is_own, shortened
-from echelon.errors import EchelonError, status_of
+from echelon.errors import DeadlockError, EchelonError, status_of
 from echelon.launch.output import Console
 from echelon.launch.report import describe, folded
 from echelon.launch.run import Program
@@ -29,6 +29,11 @@ class Failure:
     text: str
     traceback: str = ""
     error_type: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the failure as plain values: `status` is "deadlock", or "failed" for any other error."""
+        status = "deadlock" if self.error_type == DeadlockError.__name__ else "failed"
+        return {"status": status, "failed_rank": self.rank, "error_type": self.error_type, "error": self.text}
 
 
 @dataclass(frozen=True)
