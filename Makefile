@@ -17,9 +17,9 @@ NATIVE := hatch_build.py native/build.py $(wildcard native/*.[ch])
 TORCH :=
 ARGS :=
 
-# Shared out to a process more than there are cores, as some tests only wait. At most 4: each has a pool of ranks, about
-# 2 GB of memory with it.
-QUICK := -m "not slow" -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal
+# Shared out to two processes more than there are cores, as some tests only wait. At most 4: each has a pool of ranks,
+# about 2 GB of memory with it.
+QUICK := -m "not slow" -n $$(($$(nproc) + 2)) --maxprocesses 4 --dist worksteal
 # The tests start some hundred processes, which would all compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 

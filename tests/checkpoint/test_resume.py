@@ -129,7 +129,7 @@ def with_another_hook(group, path):
     store, saved = Store(path), ddps[0]
     optimizer = torch.optim.SGD(saved.parameters(), 0.05)
     for number in range(2):
-        inputs, target = batch(number)
+        inputs, target = batch(2 * group.rank + number)
         nn.functional.cross_entropy(saved(inputs), target).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -218,7 +218,7 @@ def with_uneven_batches(group, path, first, last):
         assert store.load(model=ddp, optimizer=optimizer) == first
     seen = []
     for step in range(first, last):
-        inputs, target = batch(step)
+        inputs, target = batch(10 * group.rank + step)
         size = (5, 5, 2 + group.rank, 2)[step % 4]
         nn.functional.cross_entropy(ddp(inputs[:size]), target[:size]).backward()
         optimizer.step()

@@ -165,9 +165,18 @@ def test_ctrl_c_while_simulate_imports_torch_imports_no_more_of_it(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "command", ["plan 1f1b -r 4 -m 8", "plan --compare -r 4 -m 8 --json", "env", "simulate -n 2 lines.py"]
+    ("command", "with_errors"),
+    [
+        ("plan 1f1b -r 4 -m 8", False),
+        ("plan 1f1b -r 4 -m 8", True),
+        ("plan --compare -r 4 -m 8 --json", False),
+        pytest.param("plan --compare -r 4 -m 8 --json", True, marks=pytest.mark.slow),
+        pytest.param("env", False, marks=pytest.mark.slow),
+        ("env", True),
+        ("simulate -n 2 lines.py", False),
+        pytest.param("simulate -n 2 lines.py", True, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("with_errors", [False, True])
 def test_a_closed_pipe_ends_a_command_without_a_word(tmp_path, monkeypatch, command, with_errors):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # at its end Python writes what is left
     (tmp_path / "lines.py").write_text("for _ in range(1000): print('line')")

@@ -708,7 +708,7 @@ def test_json_of_exploring_has_the_number_of_seeds(simulate, write):
     }
 
 
-@pytest.mark.parametrize("command", ["simulate", "foresee"])
+@pytest.mark.parametrize("command", ["simulate", pytest.param("foresee", marks=pytest.mark.slow)])
 def test_output_that_goes_around_python_does_not_mix_into_json(write, tmp_path, command):
     """C code, child processes and `sys.__stdout__` know the file descriptor, not the streams of the ranks."""
     script = write(

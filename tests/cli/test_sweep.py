@@ -282,7 +282,9 @@ while True:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_a_sweep_with_its_table(number, status, tmp_path):
     (tmp_path / "train.py").write_text(FAST_AND_SLOW)
     is_json = ["--json"] * (number == signal.SIGTERM)

@@ -471,7 +471,7 @@ MUTATIONS = [
 @pytest.mark.parametrize(
     "mutation",
     [
-        pytest.param(mutation, id=mutation.what, marks=() if number % 3 == 0 else pytest.mark.slow)
+        pytest.param(mutation, id=mutation.what, marks=() if number % 4 == 0 else pytest.mark.slow)
         for number, mutation in enumerate(MUTATIONS)
     ],
 )
