@@ -238,7 +238,8 @@ def _finished(simulation: Simulation) -> dict[str, Any]:
 
 
 def _failed(options: SimulateOptions, seed: int, failure: Failure) -> dict[str, Any]:
-    return {"num_ranks": options.num_ranks, "seed": seed, **failure.to_json()}
+    status, *others = failure.to_json().items()
+    return dict([status, ("num_ranks", options.num_ranks), ("seed", seed), *others])
 
 
 def _summary(simulation: Simulation) -> str:
