@@ -347,9 +347,10 @@ def test_command_refuses_a_wrong_option(script, capfd):
     assert run("--gpu", "h1000", "train.py", capsys=capfd)[0] == 2
     assert run("--hosts", "many", "train.py", capsys=capfd)[0] == 2
     assert "--hosts 2x4 is for 8 ranks, not for " in run("--hosts", "2x4", "train.py", capsys=capfd)[1].err
-    for words in (["--json"], ["--png", "a.png"]):
-        told = run("--calibrate", "here.json", *words, capsys=capfd)[1].err
-        assert told.startswith(f"echelon: {words[0]} with --calibrate: a measurement has no report")
+    for words in (["--json"], ["--png", "a.png"], ["--sweep", "--tp {1,2}"], ["--allow-writes"], ["-n", "2"]):
+        told = command(["foresee", "--calibrate", "here.json", *words]), capfd.readouterr().err
+        line = f"echelon: {words[0]} with --calibrate: it takes --gpu alone; leave {words[0]} out\n"
+        assert told == (2, line)
     assert run("--calibrate", "here.json", "train.py", capsys=capfd)[0] == 2
     assert run("--calibrate", "here.txt", capsys=capfd)[0] == 2
     assert run("--calibrate", "missing/here.json", capsys=capfd)[0] == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
 
@@ -84,8 +84,10 @@ class ForeseeOptions:
         if self.calibrate is not None:
             if self.program:
                 raise LaunchError(f"--calibrate {self.calibrate} takes no script: foresee it afterwards, with --gpu")
-            for unused in (*files_of(self), *["--json"] * self.json):
-                raise LaunchError(f"{unused} with --calibrate: a measurement has no report; leave {unused} out")
+            for each in fields(self):
+                if each.name not in ("program", "gpu", "calibrate") and getattr(self, each.name) != each.default:
+                    unused = {"num_ranks": "-n", "module": "-m"}.get(each.name, f"--{each.name.replace('_', '-')}")
+                    raise LaunchError(f"{unused} with --calibrate: it takes --gpu alone; leave {unused} out")
             if not self.calibrate.endswith(".json"):
                 raise LaunchError(f"--calibrate {self.calibrate}: give a file that ends in .json")
             check_writable(self.calibrate)  # before the minute that it takes
