@@ -31,6 +31,8 @@ def repository_url() -> str:
 
 
 REPOSITORY = Repository(ROOT, repository_url())
+_NOT_SEARCHED = ("benchmarks/", "decisions/2026", "project/changelog", "source/")
+"""Pages that the search leaves out: notes and tables would stand before the pages that answer a question."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -64,8 +66,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files of the repository into links of the site."""
+    """Turns links to files of the repository into links of the site, and keeps notes out of the search."""
     del config
+    if page.file.src_uri.startswith(_NOT_SEARCHED):
+        page.meta["search"] = {"exclude": True}
 
     def address(name: str) -> str | None:
         file = files.get_file_from_path(name)
