@@ -272,7 +272,7 @@ def test_bad_arguments(tmp_path):
         Saver(tmp_path).save(-1, state_of({}))
     with pytest.raises(InvalidArgument, match=r"step=1\.5: give the number of a step"):
         open_checkpoint(tmp_path, step=1.5)
-    with pytest.raises(CheckpointError, match="has no checkpoint of step 4: it has none"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 4: it has none: give a folder in"):
         open_checkpoint(tmp_path, step=4)
     assert open_checkpoint(tmp_path / "nowhere") is None
 

@@ -161,7 +161,7 @@ class Folder:
         """Raises CheckpointError if there is no checkpoint of a step, not even a damaged one."""
         if step not in self._named():
             steps = self.steps()
-            have = f"it has {', '.join(map(str, steps[-8:]))}" if steps else "it has none"
+            have = f"it has {', '.join(map(str, steps[-8:]))}" if steps else "it has none: give a folder in which a job has saved"
             raise CheckpointError(f"{self.path} has no checkpoint of step {step}: {have}")
 
     def advice(self, step: int) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from echelon._torch_private.data import is_prefetched
 from echelon.arguments import is_count, named, no_attribute, refuse_others
@@ -275,4 +275,6 @@ def _length_of(dataset: object) -> int:
             f"dataset is {named(dataset)}, without a length: give a dataset with __len__ and __getitem__, or deal out "
             "a stream by group.rank and group.world_size"
         )
+    if isinstance(dataset, DataLoader):
+        raise InvalidArgument(f"dataset is {named(dataset)}: give its samples, as loader.dataset")
     return len(dataset)
