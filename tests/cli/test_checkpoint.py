@@ -60,7 +60,7 @@ def test_verify_reads_every_byte(folder, capsys):
     assert rest == ["step 10: 1 problem", f"  {folder}/step-00000010/manifest.json is missing"]
     assert main(["checkpoint", "verify", str(folder), "--step", "10", "--json"]) == 1
     values = json.loads(capsys.readouterr().out)
-    assert [each["step"] for each in values["steps"]] == [10]
+    assert [each["step"] for each in values["checkpoints"]] == [10]
 
 
 def test_folders_without_checkpoints(tmp_path, capsys):

@@ -101,6 +101,12 @@ def test_a_step_that_does_not_fit_says_so(step):
     assert "DOES NOT FIT into" in str(small)
 
 
+def test_a_tiny_step_names_the_memory_of_the_gpu_in_gib():
+    text = " ".join(str(report(Step().allocate(0, 1 << 20).kernel(1), replace(PLAIN, memory_bytes=79 * GIB))).split())
+    assert "memory of rank 0 at its peak MiB" in text
+    assert "fits into 79.0 GiB" in text
+
+
 def test_a_step_says_which_memory_is_not_counted_and_that_it_fits_narrowly(step):
     roomy = report(step, replace(PLAIN, memory_bytes=2 * GIB))
     text = " ".join(str(roomy).split())

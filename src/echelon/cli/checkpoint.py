@@ -58,7 +58,7 @@ def verify(
         except FileError as error:
             problems[each] = [str(error)]
     if as_json:
-        print(to_json({"path": path, "steps": [{"step": step, "problems": problems[step]} for step in steps]}))
+        print(to_json({"path": path, "checkpoints": [{"step": step, "problems": problems[step]} for step in steps]}))
     elif not steps:
         raise CheckpointError(f"{path} has no checkpoint: give a folder in which a job saves")
     else:

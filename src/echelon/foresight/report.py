@@ -272,7 +272,7 @@ class Report:
         if not memory.fits:
             table.add_row("needed, at least", f"{memory.needed_peak / unit:.2f}")
         verdict = self.verdict if self.fits else self.verdict.upper()
-        table.add_row(f"{verdict} into", f"{limit / unit:.2f}")
+        table.add_row(f"{verdict} into", f"{limit / unit:.2f}" if unit == _GIB else size_text(limit))
         if memory.host_peak >= unit / 10:
             table.add_row("tensors on the CPU, of all ranks of a host", f"{max(self.memory.of_hosts) / unit:.2f}")
         if memory.retries:
