@@ -300,6 +300,11 @@ class FlightRecorder:
         finally:
             del self._calls[thread]
 
+    def purpose_of_thread(self) -> str:
+        """Returns the call of the user that `within` has noted for this thread. Empty if there is none."""
+        purpose = self._calls.get(get_ident())
+        return "" if purpose is None else purpose.call
+
     def begin(
         self,
         group: str,

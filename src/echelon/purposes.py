@@ -14,6 +14,7 @@ JOIN = "ddp.join()"
 WRAP = "DDP(model)"
 SAVE = "Store.save"
 LOAD = "Store.load"
+PASS = "a pass of the loader"
 SHARD = "ZeroOptimizer(...)"
 SHARDED_STEP = "ZeroOptimizer.step"
 PIPELINE = "Pipeline"
@@ -29,6 +30,7 @@ _TRANSFER = re.compile(r"(receive from|send to) rank \d+, the \w+ of microbatch 
 _CURES = {
     SAVE: "call Store.save on every rank, outside of `if rank == 0`",
     LOAD: "call Store.load on every rank, outside of `if rank == 0`",
+    PASS: "run each loop over the loader on every rank, to its end",
     JOIN: "if a rank waits in ddp.join(), it takes part in forwards and backwards of the others alone: save, evaluate "
     "and call collectives after the block",
     WRAP: "wrap the same models in the same order on every rank",

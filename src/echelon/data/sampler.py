@@ -20,6 +20,7 @@ from echelon.arguments import is_count, named, no_attribute, refuse_others
 from echelon.errors import CollectiveMismatch, InvalidArgument
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
+from echelon.purposes import PASS
 
 RANKS_OF_TORCH = dict.fromkeys(("num_replicas", "rank"), " the group knows it: leave it out, or give group=")
 """Arguments of torch's sampler, with advice."""
@@ -209,7 +210,9 @@ class DistributedSampler(Sampler[int]):
         if self._group.world_size == 1:
             return
         mine = {"samples": self._num_samples, "seed": self._seed, "shuffle": self._shuffle, **self.place._asdict()}
-        for rank, other in enumerate(self._group.all_gather_object(mine)):
+        with self._group.backend.flight_recorder.within(PASS):
+            told = self._group.all_gather_object(mine)
+        for rank, other in enumerate(told):
             assert isinstance(other, dict)
             for name, value in mine.items():
                 if other[name] != value:

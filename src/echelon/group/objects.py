@@ -34,7 +34,8 @@ class ObjectCollectives(GroupBase):
             async_op, timeout: as in `all_reduce`.
         """
         self._runner.check_open()
-        return self._runner.call_packed(objects.all_gather_object(value), async_op, timeout)
+        purpose = self.backend.flight_recorder.purpose_of_thread()
+        return self._runner.call_packed(objects.all_gather_object(value, purpose), async_op, timeout)
 
     @overload
     def gather_object(

@@ -21,10 +21,16 @@ _HEAD = 8
 
 
 @in_normal_mode
-def all_gather_object(value: JsonLike) -> Packed:
-    """Returns the collective that gathers the values of all ranks on all ranks."""
+def all_gather_object(value: JsonLike, purpose: str = "") -> Packed:
+    """Returns the collective that gathers the values of all ranks on all ranks.
+
+    Args:
+        value: JSON-like.
+        purpose: the user's call, if the library exchanges objects for it. So ranks in two calls do not exchange.
+    """
     data = _encode(value)
-    return Packed(Collective("all_gather", data.shape, data.dtype, name="all_gather_object"), data, _decode_all)
+    name = f"all_gather_object of {purpose}" if purpose else "all_gather_object"
+    return Packed(Collective("all_gather", data.shape, data.dtype, name=name), data, _decode_all)
 
 
 @in_normal_mode
