@@ -58,6 +58,98 @@ def test_others_are_not(kind):
         echelon.simulate(train, 2, (kind,))
 
 
+class Graph:
+    """Samples in an object that holds no tensor of a known kind."""
+
+
+def inputs_of(kind, group, step):
+    """Returns the inputs of each forward of a step."""
+    time = torch.full((4,), step)
+    if kind == "own samples, then the same noise":
+        return [(own(group),), (torch.full((4, 2), float(step)),)]
+    if kind == "samples in an object beside a time":
+        return [(Graph(), time)]
+    if kind == "own texts beside a time":
+        return [([f"text {group.rank}"], time)]
+    if kind == "the same texts beside a time":
+        return [([f"text {step}"], time)]
+    if kind == "a number of the step alone":
+        return [(torch.tensor(step),)]
+    return [(torch.empty(4, 2, dtype=torch.int4),)]
+
+
+def own(group):
+    return torch.rand(4, 2) + group.rank
+
+
+class AnyInput(nn.Linear):
+    def forward(self, *inputs):
+        return super().forward(torch.rand(4, 2))
+
+
+def train_on(group, kind, accumulate):
+    ddp = echelon.DDP(AnyInput(2, 2), group)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1e-3)
+    for step in range(3):
+        optimizer.zero_grad()
+        *first, last = inputs_of(kind, group, step)
+        if accumulate:
+            for inputs in first:
+                with ddp.no_sync():
+                    ddp(*inputs).sum().backward()
+            first = []
+        sum(ddp(*inputs).sum() for inputs in [*first, last]).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "own samples, then the same noise",
+        "samples in an object beside a time",
+        "own texts beside a time",
+        "a number of the step alone",
+        "a dtype that torch cannot copy",
+    ],
+)
+def test_inputs_that_are_equal_in_part_are_not(kind, accumulate):
+    with warnings.catch_warnings(action="error"):
+        echelon.simulate(train_on, 2, (kind, accumulate))
+
+
+def test_equal_texts_are():
+    with pytest.warns(UserWarning, match=WARNING):
+        echelon.simulate(train_on, 2, ("the same texts beside a time", False))
+
+
+def without_optimizer(group):
+    ddp = echelon.DDP(nn.Linear(2, 2), group)
+    watch, numbers = ddp._sync.reducer.equal_batches, []
+    for step in range(4):
+        batch = torch.full((4, 2), float(step))
+        numbers.append(watch.number_of([batch]))
+        ddp(batch).sum().backward()
+    return [number > 0 for number in numbers]
+
+
+def test_few_batches_are_read_of_a_program_without_optimizer():
+    assert echelon.simulate(without_optimizer, 2).results[0] == [True, True, True, False]
+
+
+def compiled(group):
+    ddp = echelon.DDP(nn.Linear(2, 2), group)
+    torch.compile(ddp, backend="eager")(own(group)).sum().backward()
+
+
+def test_torchs_compiler_does_not_see_the_watch():
+    """It warned of zlib.crc32, which it cannot trace."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        echelon.simulate(compiled, 2)
+    assert not [str(each.message) for each in caught if "crc32" in str(each.message)]
+
+
 def test_one_rank_is_not():
     with warnings.catch_warnings(action="error"):
         echelon.simulate(train, 1, ("equal",))

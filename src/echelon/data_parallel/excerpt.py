@@ -31,10 +31,13 @@ class Excerpt(NamedTuple):
 
 @in_normal_mode
 def excerpts(tensors: Sequence[torch.Tensor]) -> list[Excerpt] | None:
-    """Returns some values of each tensor. None if one of them has none."""
+    """Returns some values of each tensor. None if one of them has none, or none that torch copies."""
     if any(stands_for_device(tensor) or not has_values(tensor) for tensor in tensors):
         return None
-    return [Excerpt(tuple(tensor.shape), plain(_some(tensor.detach())).clone()) for tensor in tensors]
+    try:
+        return [Excerpt(tuple(tensor.shape), plain(_some(tensor.detach())).clone()) for tensor in tensors]
+    except RuntimeError:  # of some dtypes, such as int4, torch copies nothing
+        return None
 
 
 def checksum(taken: Sequence[Excerpt] | None) -> int:

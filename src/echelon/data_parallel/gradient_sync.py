@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon._torch_private.autograd import at_end_of_backward, hooks_after_gradient
 from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_same_model, synchronize_buffers
+from echelon.data_parallel.equal_batches import joined
 from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.join import Joining, Next, first_active
 from echelon.data_parallel.missing_zero_grad import MissingZeroGrad
@@ -213,7 +214,8 @@ class GradientSync:
         """
         self._is_prepared = False
         counts = self.reducer.counts
-        counts.batch = batch
+        # A step may have several forwards, such as of each rank's samples and of the same noise on all ranks.
+        counts.batch = batch if counts.batch is None else joined(counts.batch, batch)
         counts.num_samples += num_samples
         counts.num_forwards += self.is_on
 
@@ -460,10 +462,11 @@ class _ForwardHook:
         sync = self._told()
         if sync is None:
             return
-        tensors = list(_tensors_of([*args, *kwargs.values()]))
+        inputs = list(_leaves_of([*args, *kwargs.values()]))
+        tensors = [each for each in inputs if isinstance(each, Tensor)]
         num_samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
         watch = sync.reducer.equal_batches
-        batch = 0 if watch.is_done or torch.compiler.is_compiling() else watch.number_of(tensors)
+        batch = 0 if watch.is_done or torch.compiler.is_compiling() else watch.number_of(inputs)
         passed = _Forward(sync, num_samples, batch)
         if module.training:
             passed.count()
@@ -494,11 +497,16 @@ class _Forward:
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
+    return (each for each in _leaves_of(value) if isinstance(each, Tensor))
+
+
+def _leaves_of(value: Any) -> Iterator[Any]:
+    """Yields the values in nested tuples, lists and mappings."""
+    if isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors_of(item)
+            yield from _leaves_of(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_of(item)
+            yield from _leaves_of(item)
+    else:
+        yield value

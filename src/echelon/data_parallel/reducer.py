@@ -320,7 +320,7 @@ class GradientReducer:
         except BaseException as error:
             self.abandon(error)
             raise
-        mine, batch = str(self.counts), self.counts.batch  # before `forget` resets them
+        mine, batch = str(self.counts), self.counts.batch or 0  # before `forget` resets them
         self.reduction = None
         self.counts.forget()
         if not summary.agrees():

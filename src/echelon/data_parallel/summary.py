@@ -33,7 +33,7 @@ class Summary(NamedTuple):
     num_samples: int
     """Number of samples of the forwards."""
     batch: int
-    """Number that stands for the batch of the last forward, in the first two reductions. 0 if it is not known."""
+    """Number that stands for the batches of all forwards, in the first two reductions. 0 if one is not known."""
     batch_squared: int
     """Square of that of a rank, for `has_equal_batches`."""
     num_beside: int
@@ -83,7 +83,9 @@ class StepCounts:
         """Starts at 0. The number of steps stays 0 without `counts_steps`."""
         self._counts = True
         self._counts_steps = counts_steps
-        self.num_called_steps = self.num_forwards = self.num_samples = self.batch = 0
+        self.num_called_steps = self.num_forwards = self.num_samples = 0
+        self.batch: int | None = None
+        """Number that stands for the batches of all forwards. 0 if one is not known, None if there was no forward."""
         # A tensor, because code of torch.compile can add to one, and cannot change an attribute of this object.
         self.compiled_steps = new_tensor((), torch.int64).zero_()
         """Counter to which compiled code adds 1 for each optimizer step."""
@@ -96,7 +98,8 @@ class StepCounts:
     def forget(self) -> None:
         """Resets all counters to 0. Every rank must do the same."""
         self._counts = True
-        self.num_called_steps = self.num_forwards = self.num_samples = self.batch = 0
+        self.num_called_steps = self.num_forwards = self.num_samples = 0
+        self.batch = None
         self.compiled_steps.zero_()
 
     def exempt(self) -> None:
@@ -111,7 +114,7 @@ class StepCounts:
             came: parameters in the order in which their gradients came, each once or more. Empty on all ranks but one.
             beside: whether this rank has an idle core for reductions.
         """
-        forwards, steps = (self.num_forwards, self.num_steps) if self._counts else (0, 0)
+        forwards, steps, batch = (self.num_forwards, self.num_steps, self.batch or 0) if self._counts else (0, 0, 0)
         place = {parameter: when for when, parameter in enumerate(dict.fromkeys(came), start=1)}
         return Summary(
             num_counting=int(self._counts),
@@ -120,8 +123,8 @@ class StepCounts:
             num_steps=steps,
             steps_squared=steps**2,
             num_samples=self.num_samples,
-            batch=self.batch if self._counts else 0,
-            batch_squared=self.batch**2 if self._counts else 0,
+            batch=batch,
+            batch_squared=batch**2,
             num_beside=int(beside),
             num_having=tuple(map(int, having)),
             places=tuple(place.get(parameter, 0) for parameter in range(len(having))),
