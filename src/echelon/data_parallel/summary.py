@@ -114,7 +114,8 @@ class StepCounts:
             came: parameters in the order in which their gradients came, each once or more. Empty on all ranks but one.
             beside: whether this rank has an idle core for reductions.
         """
-        forwards, steps, batch = (self.num_forwards, self.num_steps, self.batch or 0) if self._counts else (0, 0, 0)
+        forwards, steps = (self.num_forwards, self.num_steps) if self._counts else (0, 0)
+        batch = self.batch or 0 if self._counts else 0
         place = {parameter: when for when, parameter in enumerate(dict.fromkeys(came), start=1)}
         return Summary(
             num_counting=int(self._counts),
