@@ -1,5 +1,7 @@
 """Costs of stages, measured by a step of a pipeline and taken by plans."""
 
+from operator import add
+
 import pytest
 import torch
 from torch import nn
@@ -14,9 +16,9 @@ from echelon.timeline.timeline import Timeline, Transfer
 LINK = echelon.Network(latency=0.25, bandwidth=1e12)
 
 
-def measure(group, name, num_chunks=1, schedule=None):
+def measure(group, name, num_chunks=1, recompute=False):
     layers = [nn.Linear(8, 8) for _ in range(group.world_size * num_chunks)]
-    pipe = Pipeline(layers, group, schedule or name, 8, nn.functional.mse_loss)
+    pipe = Pipeline(layers, group, name, 8, nn.functional.mse_loss, recompute=recompute)
     batch = torch.ones(16, 8)
     for _ in range(2):
         pipe.step(batch, target=batch)
@@ -56,6 +58,35 @@ def test_half_of_a_whole_backward_counts_as_each_gradient():
     costs, _ = echelon.simulate(measure, 2, ("1f1b",), costs=Costs(1.0, 2.0, 1.0), network=LINK).results[0]
     assert costs.backward_input == costs.backward_weight == pytest.approx((1.5, 1.5))
     assert costs.weight_activation == costs.activation
+
+
+def test_activations_that_a_whole_backward_recomputes_count_as_held_until_w():
+    costs, _ = echelon.simulate(measure, 4, ("1f1b", 1, True)).results[0]
+    assert costs.recomputed_activation[3] > 0
+    assert costs.weight_activation == tuple(map(add, costs.activation, costs.recomputed_activation))
+
+
+def by_hand(group):
+    pipe = Pipeline([nn.Linear(8, 8) for _ in range(2)], group, "zb-h1", 4, nn.functional.mse_loss)
+    batch = torch.ones(16, 8)
+    output = pipe.forward(batch, train=True)
+    pipe.backward(torch.ones_like(output) if pipe.is_last else None)
+    pipe.step(batch, target=batch)
+    return pipe.costs()
+
+
+def test_memory_of_a_backward_by_hand_is_held_until_w():
+    costs = echelon.simulate(by_hand, 2).results[0]
+    assert costs.weight_activation == costs.activation
+    assert costs.activation[1] > 0
+
+
+def test_an_overlapped_step_takes_all_of_a_backward_that_was_split():
+    apart = tuple(Action(0, kind, 0) for kind in "FIW")
+    pair = Action(1, "F", 0), Overlapped(Action(1, "F", 1), Action(1, "B", 0)), Action(1, "B", 1)
+    timeline = Timeline(steps=(apart, pair), starts=((0, 1, 3), (0, 1, 4)), ends=((1, 3, 7), (1, 4, 6)), name="pairs")
+    costs = measured_costs(timeline, Costs(activation=[1, 1], weight_activation=[1, 1]))
+    assert costs.overlapped == (1 + 2 + 4, 3)
 
 
 def test_processes_measure_seconds(pool):

@@ -100,6 +100,10 @@ def test_one_rank():
         ((Costs(), 0, 4), "num_ranks=0: 1f1b needs a whole number of at least 1, such as 4"),
         ((Costs(), 4, 0), "num_microbatches=0: "),
         ((Costs(forward=(1, 2)), 4, 4), "forward has 2 values for 4 stages"),
+        (
+            (Costs(forward=[1] * 8), 4, 4),
+            "costs are for 8 stages on 4 ranks: give those of one stage per rank, as of 1f1b",
+        ),
     ],
 )
 def test_sizes_and_costs_that_cannot_be(arguments, message):

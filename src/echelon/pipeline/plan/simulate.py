@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import add
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
@@ -140,14 +141,20 @@ def measured_costs(timeline: Timeline, activations: Costs) -> Costs:
             )
     halves = [times[stage, "I"] if (stage, "I") in times else times[stage, "B"] / 2 for stage in stages]
     weights = [times[stage, "W"] if (stage, "W") in times else times[stage, "B"] / 2 for stage in stages]
-    held, kept = cast("Sequence[Time]", activations.activation), cast("Sequence[Time]", activations.weight_activation)
+    memory = activations.per_stage(range(len(stages)))
+    # A recomputed activation is held until W as well.
+    until_weight = map(add, memory.activation, memory.recomputed_activation)
     return replace(
         activations,
         forward=[times[stage, "F"] for stage in stages],
         backward_input=halves,
         backward_weight=weights,
         transfer=_measured_transfer(timeline),
-        weight_activation=[kept[stage] if (stage, "W") in times else held[stage] for stage in stages],
+        weight_activation=[
+            # 0: measured without W, by `Pipeline.backward`, which is whole.
+            kept if kept and (stage, "W") in times else held
+            for stage, kept, held in zip(stages, memory.weight_activation, until_weight, strict=True)
+        ],
         overlapped=_measured_overlaps(times, stages),
     )
 
@@ -156,7 +163,11 @@ def _measured_overlaps(times: Mapping[tuple[int, str], float], stages: Sequence[
     """Returns the time of each stage's overlapped steps. None if the run had none."""
     if not any(name == "overlapped" for _, name in times):
         return None
-    alone = {stage: times.get((stage, "B"), times.get((stage, "I"), 0)) + times[stage, "F"] for stage in stages}
+
+    def backward(stage: int) -> float:
+        return times[stage, "B"] if (stage, "B") in times else times[stage, "I"] + times.get((stage, "W"), 0)
+
+    alone = {stage: times[stage, "F"] + backward(stage) for stage in stages}
     return [times.get((stage, "overlapped"), alone[stage]) for stage in stages]
 
 

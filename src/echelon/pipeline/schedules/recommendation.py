@@ -113,8 +113,13 @@ def recommend(
         InvalidArgument: `costs` is no Costs, or a limit no number.
         ScheduleError: sizes that no schedule has, or costs that are not for one stage per rank.
     """
+    count = check_costs(costs).num_stages or num_ranks
+    if num_ranks and count > num_ranks and not count % num_ranks:  # as a pipeline with several chunks measures them
+        raise ScheduleError(
+            f"costs are for {count} stages on {num_ranks} ranks: give those of one stage per rank, as of 1f1b"
+        )
     # Costs for another number of stages fail here, before the search, which may take long.
-    check_costs(costs).per_stage(build("1f1b", num_ranks, num_microbatches).placement)
+    costs.per_stage(build("1f1b", num_ranks, num_microbatches).placement)
     for name, limit in (("memory_limit", memory_limit), ("capacity", capacity)):
         if limit is not None and not isinstance(limit, Real):
             raise InvalidArgument(f"{name} is {named(limit)}: give a number, or None for no limit")
