@@ -28,6 +28,12 @@ from echelon.cli.misfit import cures, recompute_option
         ("--gbs 64 --mbs=4", 0.5, "--mbs={2,1}"),
         ("--global-batch-size 64 --micro-batch-size 4", 0.5, "--micro-batch-size {2,1}"),
         ("--bsz-file 8", 0.5, ""),
+        (
+            "--per_device_eval_batch_size 8 --per_device_train_batch_size 8",
+            0.5,
+            "--per_device_train_batch_size {4,3,2}",
+        ),
+        ("--batch-norm-freq 8 --log-every-batch 8 --test-batch-size 8", 0.5, ""),
     ],
 )
 def test_smaller_batches_are_close_to_the_largest_one_that_fits(arguments, share, text):
@@ -65,6 +71,9 @@ def test_a_state_that_is_too_large_has_no_cure_among_the_arguments():
         ('p.add_argument("--no-recompute", action="store_true")', ""),
         ('p.add_argument("--recompute", type=int)', ""),  # it needs a value
         ('p.add_argument("--checkpoint", action="store_true")', ""),  # it stores the model
+        ('p.add_argument("--no_recompute", action="store_true")', ""),
+        ('p.add_argument("--disable-recompute", action="store_true")', ""),
+        ('p.add_argument("--async-checkpointing", action="store_true")', ""),  # of the model
         ("recompute = True", ""),
         ("this is no Python", ""),
     ],
@@ -75,7 +84,15 @@ def test_the_option_for_recomputation_is_read_from_the_script(text, option, tmp_
     assert recompute_option(str(script)) == option
 
 
+@pytest.mark.parametrize("beginning", [b"# -*- coding: latin-1 -*-\nname = '\xe9'\n", b"\xef\xbb\xbf"])
+def test_a_script_in_another_encoding_is_read(beginning, tmp_path):
+    (tmp_path / "train.py").write_bytes(beginning + b"p.add_argument('--recompute', action='store_true')")
+    assert recompute_option(str(tmp_path / "train.py")) == "--recompute"
+
+
 def test_a_script_that_cannot_be_read_has_no_option(tmp_path):
     (tmp_path / "train.py").write_bytes(b"\xff\x00")
     assert recompute_option(str(tmp_path / "train.py")) == ""
     assert recompute_option(str(tmp_path / "none.py")) == ""
+    (tmp_path / "deep.py").write_text("a + " * 5000 + "a")
+    assert recompute_option(str(tmp_path / "deep.py")) == ""

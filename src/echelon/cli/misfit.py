@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 _BATCH_SIZES = ("bs", "mbs", "gbs", "bsz")
 """Short names that scripts give to the size of a batch, of a microbatch, or of the batch of all ranks."""
-_RECOMPUTES = re.compile(r"--(?!no-)[\w-]*(?:recompute|checkpointing|remat)[\w-]*")
+_NO_SIZE = re.compile("batches|norm|every|freq|log|val|test")
+"""Words in names of other numbers than the size of a training batch. Fewer microbatches are larger ones."""
+_RECOMPUTES = re.compile(r"--(?!no[_-]|.*(?:async|disable|resume|skip))[\w-]*(?:recompute|checkpointing|remat)[\w-]*")
 """Option that turns on activation checkpointing. "--checkpoint" alone stores the model."""
 _LEFT = 0.75, 0.5, 0.25
 """Parts of a batch that are tried with activation checkpointing, whose memory is not known."""
@@ -57,11 +59,10 @@ def recompute_option(path: str) -> str:
         path: file whose calls of argparse's `add_argument` are read.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            tree = ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):
+        with open(path, "rb") as file:
+            return next(_recompute_flags(ast.parse(file.read())), "")
+    except (OSError, SyntaxError, ValueError, RecursionError):
         return ""
-    return next(_recompute_flags(tree), "")
 
 
 def _recompute_flags(tree: ast.AST) -> Iterator[str]:
@@ -77,8 +78,7 @@ def _recompute_flags(tree: ast.AST) -> Iterator[str]:
 def _batches(arguments: Sequence[str]) -> Iterator[_Batch]:
     for word, following in pairwise((*arguments, "")):
         name, equals, value = word.partition("=")
-        # A number of batches is no size: fewer microbatches are larger ones.
-        is_size = "batch" in name and "batches" not in name
+        is_size = "batch" in name and not _NO_SIZE.search(name)
         value = value if equals else following
         if name.startswith("--") and (is_size or name.lstrip("-") in _BATCH_SIZES) and value.isdecimal():
             is_global = "global" in name or name.endswith("gbs")
