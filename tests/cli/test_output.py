@@ -156,6 +156,15 @@ def test_a_terminal_gets_colors_and_progress(tmp_path):
     assert "checking the schedule" in shown
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("command", ["env --json", "run -q -n 1 script.py"])
+def test_a_closed_standard_stream_is_no_error(tmp_path, command, closed):
+    (tmp_path / "script.py").write_text("print('a line', flush=True)")
+    line = f'"{sys.executable}" -m echelon {command} {closed}'
+    ended = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_env_has_versions_and_no_secret(capsys, monkeypatch):
     monkeypatch.setenv("ECHELON_SECRET", "not to be shown anywhere")
     text = printed(capsys, "env")

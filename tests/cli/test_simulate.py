@@ -735,6 +735,40 @@ def test_output_that_goes_around_python_does_not_mix_into_json(write, tmp_path, 
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        """
+        def noise():
+            while True:
+                os.write(1, b"noise ")
+                print("noise")
+                time.sleep(0.001)
+        threading.Thread(target=noise, daemon=True).start()
+        """,
+        "sys.__stdout__.close()",
+        "sys.stdout.close()",
+    ],
+    ids=["thread", "closed", "closed by a rank"],
+)
+def test_json_is_whole_whatever_a_script_does_to_standard_output(write, tmp_path, source):
+    """A thread of the script prints until the process ends."""
+    script = write("import os, sys, threading, time\n" + textwrap.dedent(source))
+    command = [sys.executable, "-m", "echelon", "simulate", "-n", "1", "--json", script]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert json.loads(ended.stdout)["status"] == "finished"
+
+
+def test_a_caller_in_the_same_process_keeps_its_standard_output(write, capfd):
+    script = write("print('x')")
+    for _ in range(2):
+        assert main(["simulate", "-n", "1", "--json", script]) == 0
+        assert json.loads(capfd.readouterr().out)["status"] == "finished"
+    os.write(1, b"own")
+    assert capfd.readouterr() == ("own", "")
+
+
+@pytest.mark.parametrize(
     ("source", "told"),
     [
         ("torch.cuda.set_device(rank)", "CUDA at script.py:6: torch.cuda.set_device(rank): simulated ranks compute on"),

@@ -17,11 +17,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the name of the program; None: `sys.argv`.
     """
+    if arguments is None:
+        _open_standard_streams()
+        kept = None
+    else:
+        kept = os.dup(_STDOUT)  # JSON of a command leaves it closed to all else
     try:
         from echelon.cli.app import run_app  # here, so that `import echelon.cli` loads neither typer nor rich
 
         status = run_app(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()  # here, where an error is answered
+        if not sys.stdout.closed:  # by a script
+            sys.stdout.flush()  # here, where an error is answered
         return status
     except KeyboardInterrupt:  # during the imports, which take half a second
         return ended_by_sigint()
@@ -32,6 +38,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Else Python writes the rest of the buffer at its end, and a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE, as a shell reports it
+    finally:
+        if kept is not None:
+            os.dup2(kept, _STDOUT)
+            os.close(kept)
+
+
+_STDOUT, _STDERR = 1, 2
+"""File descriptors."""
+
+
+def _open_standard_streams() -> None:
+    """Opens the standard streams that the caller has closed, as by `>&-`. A file would get their descriptors."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    for descriptor, name in ((_STDOUT, "stdout"), (_STDERR, "stderr")):
+        if getattr(sys, name) is None:
+            stream = os.fdopen(descriptor, "w")
+            for each in (name, f"__{name}__"):
+                setattr(sys, each, stream)
 
 
 def ended_by_sigint() -> int:

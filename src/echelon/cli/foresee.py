@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO, cast
 
 import typer
 
@@ -19,6 +19,7 @@ from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_
 from echelon.cli.run import above_progress, console, tell
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.foresight.trace import Kernel
+from echelon.launch.output import Console
 from echelon.launch.run import Program
 from echelon.wording import counted
 
@@ -152,16 +153,19 @@ def foresee(options: ForeseeOptions) -> int:
     note_misplaced(shown, foresee, options.program, options.args or [])
     if options.sweep is not None:
         return _sweep(options, options.sweep)
+    with only_json(options.json) as stdout:
+        return _foresee(options, shown, stdout)
+
+
+def _foresee(options: ForeseeOptions, shown: Console, stdout: TextIO) -> int:
+    assert options.num_ranks is not None, "checked"
     program = Program(options.program, tuple(options.args or ()), is_module=options.module)
     printed = Counted(shown.stdout)
     warned = WarnedOnce(shown.stderr)
     of_script = above_progress(replace(shown, stdout=cast("BinaryIO", printed), stderr=cast("BinaryIO", warned)))
     try:
         # Those of a sweep, and other programs, ask for JSON: lines of time would stand among the errors they read.
-        with (
-            working(f"foreseeing {options.num_ranks} ranks", plain_after=None if options.json else 10.0),
-            only_json(options.json),
-        ):
+        with working(f"foreseeing {options.num_ranks} ranks", plain_after=None if options.json else 10.0):
             # Late: it imports torch, which takes seconds that `--help` need not wait.
             from echelon.foresight.run import foresee_script
 
@@ -172,7 +176,7 @@ def foresee(options: ForeseeOptions) -> int:
     if outcome.failure is not None:
         tell(outcome.failure, shown)
         if options.json:
-            print(to_json(outcome.failure.to_json()))
+            print(to_json(outcome.failure.to_json()), file=stdout)
         return outcome.failure.status
     seen = outcome.foreseen
     assert seen is not None
@@ -185,9 +189,9 @@ def foresee(options: ForeseeOptions) -> int:
     )
     report = seen.report(options.tokens, options.program)
     if options.json:
-        print(to_json({"status": "finished", **report.to_json(), **_by_rank(seen), "files": written}))
+        print(to_json({"status": "finished", **report.to_json(), **_by_rank(seen), "files": written}), file=stdout)
     else:
-        print(str(report), end="")
+        print(str(report), end="", file=stdout)
     for path in written:
         shown.say(f"wrote {path}")
     if not seen.fits and (found := _cures(program, seen)):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -187,24 +187,27 @@ class AboveProgress(io.BufferedIOBase):
 
 
 @contextmanager
-def only_json(as_json: bool) -> Iterator[None]:
-    """Inside, nothing reaches standard output if JSON is to be printed there: the process writes to standard error.
+def only_json(as_json: bool) -> Iterator[TextIO]:
+    """Yields standard output. If JSON is to be printed, all but this stream goes to standard error from now on.
 
-    This holds for C code and child processes of a program, too, which know the file descriptor alone.
+    This holds for C code, child processes and threads of a program, too, which know the file descriptor alone and may
+    print until the process ends. So it is not undone here: `main` does so if its process goes on.
     """
     if not as_json:
-        yield
+        yield sys.stdout
         return
     sys.stdout.flush()
     with ExitStack() as stack:
-        kept = os.dup(_STDOUT)
-        stack.callback(os.close, kept)
-        stack.callback(os.dup2, kept, _STDOUT)
-        # Otherwise text in the buffers of C and of Python would follow the JSON.
-        stack.callback(ctypes.CDLL(None).fflush, None)
-        stack.callback(sys.stdout.flush)
+        stdout, before = sys.stdout, sys.__stdout__
+        if before is not None and stdout is before:  # else a caller in this process has another one, such as a test
+            kept = os.dup(_STDOUT)
+            stdout = stack.enter_context(open(kept, "w", encoding=before.encoding, errors=before.errors))
         os.dup2(_STDERR, _STDOUT)
-        yield
+        yield stdout
+        # Text in the buffers of Python and of C belongs to the program. It may have closed its stream.
+        if not sys.stdout.closed:
+            sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)
 
 
 _STDOUT, _STDERR = 1, 2

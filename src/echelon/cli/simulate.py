@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.progress import Progress
@@ -131,9 +131,10 @@ def simulate(options: SimulateOptions) -> int:
     arguments, shown = options.arguments(), console(as_json=options.as_json)
     note_misplaced(shown, simulate, options.program, options.args or [])
     try:
-        if options.explore is not None:
-            return _explore(options, arguments, shown)
-        return _run(options, arguments, shown)
+        with only_json(options.as_json) as stdout:
+            if options.explore is not None:
+                return _explore(options, arguments, shown, stdout)
+            return _run(options, arguments, shown, stdout)
     except KeyboardInterrupt as interrupt:
         shown.say("ended by SIGINT")
         for line in "\n".join(getattr(interrupt, "__notes__", ())).splitlines():
@@ -141,7 +142,7 @@ def simulate(options: SimulateOptions) -> int:
         return 130
 
 
-def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) -> int:
+def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console, stdout: TextIO) -> int:
     # Programs ask for JSON: lines of time would stand among the errors that they read.
     plain_after = None if options.as_json else 10.0
     with working(f"simulating {counted(options.num_ranks or 0, 'rank')}", plain_after=plain_after):
@@ -151,7 +152,7 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) ->
         for path in filter(None, (options.png, options.html, options.chrome)):
             shown.say(f"did not write {path}: the run failed")
         if options.as_json:
-            print(to_json(_failed(options, options.seed, outcome.failure)))
+            print(to_json(_failed(options, options.seed, outcome.failure)), file=stdout)
         return outcome.failure.status
     simulation = outcome.simulation
     assert simulation is not None
@@ -170,11 +171,11 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) ->
         shown.say(f"wrote {path}")
     shown.say(_summary(simulation))
     if options.as_json:
-        print(to_json({**_finished(simulation), "notes": notes, "files": written}))
+        print(to_json({**_finished(simulation), "notes": notes, "files": written}), file=stdout)
     return 0
 
 
-def _explore(options: SimulateOptions, arguments: dict[str, Any], shown: Console) -> int:
+def _explore(options: SimulateOptions, arguments: dict[str, Any], shown: Console, stdout: TextIO) -> int:
     from echelon.simulation.script.output import Kept
 
     count = options.explore or 0
@@ -195,12 +196,14 @@ def _explore(options: SimulateOptions, arguments: dict[str, Any], shown: Console
         shown.say(f"seed {seed} fails, after {passed} that passed; to replay it: {replay}")
         if options.as_json:
             failed = {**_failed(options, seed, failure), "replay": replay}
-            print(to_json({**failed, "first_seed": options.seed, "num_tried": passed + 1, "num_failed": 1}))
+            tried = {"first_seed": options.seed, "num_tried": passed + 1, "num_failed": 1}
+            print(to_json({**failed, **tried}), file=stdout)
         return failure.status
     shown.say(f"{counted(options.num_ranks or 0, 'rank')}, {counted(count, 'seed')} passed, from {options.seed} on")
     if options.as_json:
         finished = {"status": "finished", "num_ranks": options.num_ranks}
-        print(to_json({**finished, "first_seed": options.seed, "num_tried": count, "num_failed": 0}))
+        tried = {"first_seed": options.seed, "num_tried": count, "num_failed": 0}
+        print(to_json({**finished, **tried}), file=stdout)
     return 0
 
 
@@ -210,8 +213,7 @@ def _outcome(options: SimulateOptions, arguments: dict[str, Any], seed: int, sho
 
     program = Program(options.program, tuple(options.args or ()), is_module=options.module)
     assert options.num_ranks is not None, "checked"
-    with only_json(options.as_json):
-        return run_script(program, options.num_ranks, shown, seed=seed, **arguments)
+    return run_script(program, options.num_ranks, shown, seed=seed, **arguments)
 
 
 def _notes(simulation: Simulation) -> list[str]:
