@@ -161,7 +161,8 @@ class Folder:
         """Raises CheckpointError if there is no checkpoint of a step, not even a damaged one."""
         if step not in self._named():
             steps = self.steps()
-            have = f"it has {', '.join(map(str, steps[-8:]))}" if steps else "it has none: give a folder in which a job has saved"
+            none = "it has none: give a folder in which a job has saved"
+            have = f"it has {', '.join(map(str, steps[-8:]))}" if steps else none
             raise CheckpointError(f"{self.path} has no checkpoint of step {step}: {have}")
 
     def advice(self, step: int) -> str:

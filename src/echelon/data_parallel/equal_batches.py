@@ -82,6 +82,6 @@ class EqualBatches:
         if self._group.rank == 0:
             warn(
                 f"all {self._group.world_size} ranks got the same batch in each of the first two steps, so they train "
-                "on each sample several times: give every rank samples of its own, by echelon.data.DataLoader or by "
-                "torch's DistributedSampler"
+                "on each sample several times: give every rank samples of its own, by echelon.data.DataLoader or "
+                "echelon.data.DistributedSampler"
             )

@@ -29,6 +29,7 @@ from echelon._torch_private.autograd import at_end_of_backward, hooks_after_grad
 from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_same_model, synchronize_buffers
 from echelon.data_parallel.equal_batches import joined
 from echelon.data_parallel.hooks import GradientHook
+from echelon.data_parallel.idle_optimizer import OF_DDP, IdleOptimizer
 from echelon.data_parallel.join import Joining, Next, first_active
 from echelon.data_parallel.missing_zero_grad import MissingZeroGrad
 from echelon.data_parallel.reducer import Average, GradientReducer, can_overlap
@@ -136,6 +137,7 @@ class GradientSync:
         self._options = options
         self._overlaps = True
         self.missing_zero_grad = MissingZeroGrad(group.rank)
+        self._idle_optimizer = IdleOptimizer(module.parameters, f"rank {group.rank}: {OF_DDP}")
         self._is_armed = False
         self._is_prepared = False
         self._is_compared = False
@@ -223,6 +225,7 @@ class GradientSync:
         """A gradient has reached the module's output. Called before any gradient of a parameter."""
         if not self._is_armed:
             self.missing_zero_grad.on_backward(self.module.parameters())
+            self._idle_optimizer.check()
         self.on_backward()
 
     def on_backward(self) -> None:

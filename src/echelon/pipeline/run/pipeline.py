@@ -15,6 +15,8 @@ from torch import nn
 
 from echelon.arguments import no_attribute, refuse_others
 from echelon.data_parallel.excerpt import UNKNOWN
+from echelon.data_parallel.idle_optimizer import OF_STAGES, IdleOptimizer
+from echelon.data_parallel.missing_zero_grad import MissingZeroGrad
 from echelon.errors import InvalidArgument, ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.cut import Parts, StageMaker, keep
@@ -48,7 +50,7 @@ from echelon.pipeline.run.manual_step import ManualStep
 from echelon.pipeline.run.runtime import Runtime
 from echelon.pipeline.run.samples import Deals, check_same_inputs
 from echelon.pipeline.run.step import Batch, Span, StepOutput, tell, tell_metrics
-from echelon.pipeline.run.weights import IdleOptimizer, Replicas, UnevenSteps, Weights
+from echelon.pipeline.run.weights import Replicas, UnevenSteps, Weights
 from echelon.pipeline.schedules.forward_only import forward_only
 from echelon.pipeline.stage.nested import (
     Value,
@@ -173,7 +175,12 @@ class Pipeline:
         self._runtime.load(self.schedule)
         self._by_hand = ManualStep(self._runtime, self._replicas)
         self._is_settled = False
-        self._idle_optimizer = IdleOptimizer(group.rank, self._weights.named_parameters)
+        weights = self._weights  # not `self`, which the watch would keep alive
+        self._idle_optimizer = IdleOptimizer(
+            lambda: (each for _, each in weights.named_parameters()),
+            f"rank {group.rank}: {OF_STAGES}",
+            MissingZeroGrad(group.rank),
+        )
         self._uneven_steps = UnevenSteps(self._group)
         self._settle_early(example, example_kwargs)
 

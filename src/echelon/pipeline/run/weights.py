@@ -3,87 +3,23 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from echelon._torch_private.tensors import version_of
 from echelon.arguments import shown
 from echelon.backends.admission import check_values, stands_for_device
 from echelon.data_parallel.broadcast import broadcast_tensors
-from echelon.data_parallel.missing_zero_grad import MissingZeroGrad
 from echelon.data_parallel.reducer import GradientReducer
 from echelon.errors import InvalidArgument, NotFinite, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.ties import TiedWeights
 from echelon.pipeline.stage.stage import Stage
-
-
-class IdleOptimizer:
-    """Watch for an optimizer that does not have the parameters of this rank's stages, or never sets gradients to zero.
-
-    Such an optimizer (of a model that the pipeline has copied or built anew) steps without an error and changes
-    nothing. It is recognised by a step in which no parameter had a gradient, so a second model that trains beside the
-    pipeline raises no alarm. The watch ends with the first step that updates a parameter of this rank, or the warning.
-    """
-
-    def __init__(self, rank: int, parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
-        """Begins to watch.
-
-        Args:
-            rank: this rank, for the warning.
-            parameters: returns the parameters of this rank's stages by name. Called each time: they may be replaced.
-        """
-        self._rank = rank
-        self._parameters = parameters
-        self._is_done = False
-        self._missing_zero_grad = MissingZeroGrad(rank)
-        self._idle = ""
-        """Class name of an optimizer that made a step without gradients."""
-        self.has_warned = False
-        """Whether this rank has given the warning."""
-        # The hook is global. With a weak reference it does not keep the pipeline alive, and goes with it.
-        watch = weakref.ref(self)
-
-        def after_step(optimizer: Optimizer, *_: Any) -> None:
-            if not torch.compiler.is_compiling() and (watching := watch()):
-                watching._note(optimizer)
-
-        self._stop = weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
-
-    def check(self) -> None:
-        """Warns if an optimizer has made a step without gradients while this rank's parameters have some.
-
-        Call it when a step of the pipeline begins.
-        """
-        self._missing_zero_grad.on_backward(each for _, each in self._parameters())
-        if self._idle and not self._is_done and any(each.grad is not None for _, each in self._parameters()):
-            self._is_done = self.has_warned = True
-            warnings.warn(
-                f"rank {self._rank}: a step of {self._idle} changed no parameter of this rank's stages, and none of "
-                "its own had a gradient: give the optimizer pipe.parameters(), not those of another model",
-                stacklevel=3,
-            )
-        if self._is_done and self._missing_zero_grad.is_done:
-            self._stop()  # not in `_note`, since torch iterates over its hooks while that runs
-
-    def _note(self, optimizer: Optimizer) -> None:
-        if self._is_done and self._missing_zero_grad.is_done:
-            return
-        stepped = [each for group in optimizer.param_groups for each in group["params"]]
-        own = {id(parameter) for _, parameter in self._parameters()}
-        if any(id(each) in own for each in stepped):
-            self._is_done = True
-            self._missing_zero_grad.on_step()
-        elif not self._is_done and all(each.grad is None for each in stepped):
-            self._idle = type(optimizer).__name__
 
 
 class UnevenSteps:
