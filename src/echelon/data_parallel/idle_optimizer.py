@@ -1,4 +1,4 @@
-"""Watch for an optimizer that has other parameters than those that are trained."""
+"""Watch for an optimizer that lacks the parameters of this rank."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ mask or the positions, does not travel: it is computed again where it is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 
 import torch
 from torch import fx
@@ -157,14 +158,18 @@ def _full_name(name: str, known: Mapping[str, int]) -> str:
         return found[0]
     if found:
         raise PartitionError(f"at= names {name!r}, but {', '.join(found[:4])} all end so: write the whole name")
-    raise PartitionError(f"at= names {name!r}, but no layer of that name runs: use names such as {_some(known)}")
+    near = get_close_matches(name, [*known, *(layer.partition(".")[2] for layer in known)], 1, 0.8)
+    meant = f"did you mean {near[0]}? There are" if near else "use names such as"
+    raise PartitionError(f"at= names {name!r}, but no layer of that name runs: {meant} {_some(known)}")
 
 
 def _some(known: Mapping[str, int]) -> str:
-    """Returns a few names of layers for an error: of the largest set of siblings, mostly the blocks of the model."""
-    parents = [layer.rpartition(".")[0] for layer in known]
-    most = max(parents, key=parents.count, default="")
-    return ", ".join([layer for layer in known if layer.rpartition(".")[0] == most][:4])
+    """Returns a few names of layers for an error: the blocks of the model if there are any, else the most siblings."""
+    blocks = [layer for layer in known if layer.rpartition(".")[2].isdecimal()]
+    parents = [layer.rpartition(".")[0] for layer in blocks or known]
+    # Blocks have blocks of their own, such as the experts of a layer: the outermost ones.
+    most = min(parents, key=lambda each: (each.count(".") if blocks else 0, -parents.count(each)), default="")
+    return ", ".join([layer for layer in blocks or known if layer.rpartition(".")[0] == most][:4])
 
 
 def _repeatable(trace: Trace) -> Iterator[fx.Node]:
