@@ -51,8 +51,7 @@ def callables():
         member = resolved(name)
         if inspect.isclass(member) and not issubclass(member, BaseException):
             shown = pages.MEMBERS.get(name)
-            if shown is None:
-                found[name] = member
+            found[name] = member
             methods = inspect.getmembers(member, lambda each: inspect.isfunction(each) or inspect.ismethod(each))
             found |= {
                 f"{name}.{method}": function
@@ -141,6 +140,29 @@ def test_each_argument_is_described(name):
 @pytest.mark.parametrize("name", CALLABLES)
 def test_the_result_is_described(name):
     assert says_result(CALLABLES[name]), documentation(CALLABLES[name])
+
+
+def imports_of_docs():
+    """Names that blocks of the pages import from Echelon, as (page, full name)."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for block in re.findall(r"^```py(?:thon)?\b[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "echelon":
+                    yield from ((page.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_every_name_that_a_page_imports_is_in_the_reference():
+    contents = api_pages().contents()
+    shown = [resolved(name) for names in contents.values() for name in names]
+    imported = sorted(set(imports_of_docs()))
+    assert len(imported) > 50
+    # By identity: a page may import an object by a longer name than that of the reference.
+    missing = [
+        (page, name)
+        for page, name in imported
+        if name not in contents and not any(resolved(name) is each for each in shown)
+    ]
+    assert missing == []
 
 
 def test_the_checks_find_what_is_left_out():

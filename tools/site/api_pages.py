@@ -46,20 +46,54 @@ OF_PACKAGE = ("echelon.errors", "echelon.foresight.run")
 """Modules whose names are for users only if `echelon` has them, too."""
 ALSO = {
     "echelon": ("echelon.backends.work.Work",),
-    "echelon.pipeline": ("echelon.timeline.timeline.Timeline",),
-    "echelon.pipeline.schedules": ("echelon.pipeline.plan.action.Action", "echelon.pipeline.plan.action.Overlapped"),
+    "echelon.pipeline": (
+        "echelon.timeline.timeline.Timeline",
+        "echelon.pipeline.plan.partition.Partition",
+        "echelon.pipeline.plan.partition.partition",
+    ),
+    "echelon.pipeline.schedules": (
+        "echelon.pipeline.plan.action.Action",
+        "echelon.pipeline.plan.action.Overlapped",
+        "echelon.pipeline.plan.action.loop",
+        "echelon.pipeline.plan.action.vee",
+        "echelon.pipeline.plan.cost.transfer_time",
+        "echelon.pipeline.plan.fuse.exact_stages",
+        "echelon.pipeline.plan.fuse.is_exact",
+        "echelon.pipeline.plan.program.Program",
+        "echelon.pipeline.plan.program.check_program",
+        "echelon.pipeline.plan.program.lower",
+        "echelon.pipeline.schedules.recommendation.table",
+    ),
     "echelon.collectives.plans.algorithms": (
+        "echelon.collectives.plans.plan.Copy",
         "echelon.collectives.plans.plan.Plan",
+        "echelon.collectives.plans.plan.Recv",
+        "echelon.collectives.plans.plan.Reduce",
+        "echelon.collectives.plans.plan.Send",
         "echelon.collectives.plans.select.Rule",
         "echelon.collectives.plans.check.check",
         "echelon.collectives.plans.check.goal_of",
         "echelon.collectives.plans.cost.LinkCosts",
         "echelon.collectives.plans.cost.simulate",
     ),
-    "echelon.testing": ("echelon.backends.base.Backend",),
+    "echelon.testing": (
+        "echelon.backends.base.Backend",
+        "echelon.backends.control.ControlPlane",
+        "echelon.backends.delivery.ANY",
+        "echelon.backends.delivery.Receive",
+        "echelon.backends.formats.wire.Tag",
+        "echelon.backends.formats.wire.as_sent",
+        "echelon.backends.matching.Mailbox",
+        "echelon.backends.messages.Messages",
+        "echelon.backends.modes.normal_mode",
+    ),
 }
 """Names in no `__all__` that users meet, by the page on which they stand."""
-MEMBERS = {"echelon.backends.work.Work": ("wait", "is_completed", "result", "exception")}
+MEMBERS = {
+    "echelon.backends.work.Work": ("wait", "is_completed", "result", "exception"),
+    "echelon.backends.delivery.Receive": ("work", "complete"),
+    "echelon.backends.matching.Mailbox": ("post", "take", "withdraw", "fail_peer", "fail_context", "fail_all"),
+}
 """Members that are shown of a class that has others for Echelon's own use."""
 
 

@@ -40,6 +40,9 @@ class ControlPlane(ABC):
     def close(self, timeout: float) -> None:
         """Drains the sends, tells the peers and frees all connections. A second call does nothing.
 
+        Args:
+            timeout: seconds for the sends.
+
         Raises:
             Timeout: a rank did not take all messages in `timeout` seconds. Everything is freed.
         """
@@ -61,6 +64,11 @@ class ControlPlane(ABC):
 
         A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone. They
         raise the first cause instead of waiting for their timeout.
+
+        Args:
+            context: number of the group, unique in the world.
+            ranks: the members of the group, by their ranks in the world.
+            failure: the cause.
         """
 
     # Optional: more to say in errors
@@ -75,6 +83,12 @@ class ControlPlane(ABC):
         """Asks other ranks for their status.
 
         Returns the answers that come within `timeout` seconds, and before `until` has ended.
+
+        Args:
+            ranks: the ranks to ask.
+            question: the question, with the number of the group.
+            timeout: most seconds to wait.
+            until: a Work that ends the wait early. None: nothing does.
         """
         return {}
 
@@ -91,13 +105,23 @@ class ControlPlane(ABC):
         return ""
 
     def lines_left(self, rank: int, context: int) -> Mapping[int, str]:  # noqa: ARG002
-        """Returns the lines of the last calls of a rank that has closed, by their numbers. Empty if none are known."""
+        """Returns the lines of the last calls of a rank that has closed, by their numbers. Empty if none are known.
+
+        Args:
+            rank: the rank that has closed.
+            context: number of the group.
+        """
         return {}
 
     # Optional: comparison of calls in `close`
 
     def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: B027
-        """Adds a group to the groups whose calls `close` compares; `ranks` are the world's, this one included."""
+        """Adds a group to the groups whose calls `close` compares.
+
+        Args:
+            context: number of the group.
+            ranks: the members, by their ranks in the world, this one included.
+        """
 
     def keep_silent(self) -> None:  # noqa: B027
         """Switches off the comparison of calls in `close`: ranks may end with different numbers of calls."""
@@ -112,7 +136,7 @@ class ControlPlane(ABC):
     # For implementations
 
     def close_reason(self) -> PeerFailed:
-        """Makes the failure that peers see when this rank closes: closed in good order, or because of an error."""
+        """Returns the failure that peers see when this rank closes: closed in good order, or because of an error."""
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
             reason = reason_of(error) if fails(error) else "it has closed its group"
@@ -127,7 +151,7 @@ class ControlPlane(ABC):
         return os.getpid() != self._process
 
     def closed_error(self) -> Closed:
-        """Makes the error for a call after `close`, or in a forked child."""
+        """Returns the error for a call after `close`, or in a forked child."""
         if self.is_inherited:
             return inherited_error(f"the backend of rank {self.rank}", self._process)
         return Closed(f"the backend of rank {self.rank} is closed: make a new one")

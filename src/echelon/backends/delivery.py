@@ -76,7 +76,7 @@ def disagreement(peer: int, theirs: str, own: str) -> CollectiveMismatch:
 
 
 class Receive:
-    """A receive that was posted."""
+    """A receive that was posted, or is to be posted in a `Mailbox`."""
 
     __slots__ = ("combine", "must_fit", "note", "number", "out", "sources", "src", "tag", "work")
 
@@ -91,7 +91,15 @@ class Receive:
         must_fit: bool = True,
         combine: Combine | None = None,
     ) -> None:
-        """Describes a receive from rank `src`, or from ANY of `sources`, each with its number in the result."""
+        """Describes a receive.
+
+        Args:
+            work: the Work that ends with the message.
+            src: rank of the sender, or ANY.
+            tag: address of the message.
+            out, note, must_fit, combine: as of `Messages.irecv`.
+            sources: for ANY: the ranks that may send, each with its number in the result.
+        """
         self.work = work
         self.src = src
         self.tag = tag
@@ -104,7 +112,13 @@ class Receive:
         """Which of all receives it was."""
 
     def complete(self, tensor: torch.Tensor, src: int, note: str) -> None:
-        """Ends the receive with the message."""
+        """Ends the receive with the message.
+
+        Args:
+            tensor: the message.
+            src: rank of the sender.
+            note: the sender's operation.
+        """
         self.work.note = note
         self.work.complete(tensor if self.src != ANY else Received(tensor, self.sources[src], self.tag.step))
 

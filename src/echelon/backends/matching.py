@@ -218,7 +218,14 @@ class Mailbox:
         return delivery
 
     def take(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
-        """Delivers a complete message. The mailbox takes over the tensor."""
+        """Delivers a complete message. The mailbox takes over the tensor.
+
+        Args:
+            src: rank of the sender.
+            tag: address of the message.
+            tensor: the message. No other rank may change it.
+            note: the sender's operation, as by `as_sent`.
+        """
         receive = self._claim(src, tag)
         delivery = IncomingMessage(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
         if receive is None:
@@ -253,6 +260,11 @@ class Mailbox:
         """Ends the receive of `work` with `error`. Its message, perhaps in `arriving`, is kept for the next.
 
         A receive that has ended already stays as it is.
+
+        Args:
+            work: the Work of the receive.
+            error: the error that `work` ends with.
+            arriving: messages that are still arriving.
         """
         if work.has_ended:
             return
@@ -278,6 +290,10 @@ class Mailbox:
         One receive from any rank reports a death. A rank that closed in good order is reported only if no rank is left
         that could send.
 
+        Args:
+            rank: the rank that failed or closed.
+            error: the cause.
+
         Returns:
             The first cause.
         """
@@ -288,7 +304,12 @@ class Mailbox:
     def fail_context(self, context: int, error: Failure, arriving: Iterable[IncomingMessage] = ()) -> Failure:
         """Ends every receive of a collective of that context, now and later. Returns the first cause.
 
-        Messages of such collectives are dropped, those `arriving` included: nothing is written to a tensor later.
+        Messages of such collectives are dropped: nothing is written to a tensor later.
+
+        Args:
+            context: number of the group.
+            error: the cause.
+            arriving: messages that are still arriving, which are dropped, too.
         """
         first = self.failures.contexts.setdefault(context, error)
         self._end(lambda receive: first if receive.tag.is_collective_of(context) else None)
@@ -299,7 +320,7 @@ class Mailbox:
         return first
 
     def fail_all(self, error: EchelonError) -> None:
-        """Ends every posted receive."""
+        """Ends every posted receive with `error`."""
         self._end(lambda _: error)
 
     def _end(self, failure: Callable[[Receive], EchelonError | None]) -> None:

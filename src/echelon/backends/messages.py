@@ -132,7 +132,7 @@ class Messages(ABC):
 
     @abstractmethod
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:
-        """Starts to send `tensor` to rank `dst`. The tensor must not change until the Work is done.
+        """Starts to send `tensor` to rank `dst`. Returns its Work. The tensor must not change until the Work is done.
 
         Args:
             tensor: contiguous, on one of `devices`; its shape and dtype travel along.
@@ -156,7 +156,7 @@ class Messages(ABC):
         must_fit: bool = True,
         combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
-        """Starts to receive a tensor from rank `src`; the Work's result is the tensor.
+        """Starts to receive a tensor from rank `src`. Returns a Work whose result is the tensor.
 
         Args:
             src: a rank other than this one.
@@ -178,7 +178,7 @@ class Messages(ABC):
 
     @abstractmethod
     def irecv_any(self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = "") -> Work[Received]:
-        """Starts to receive a tensor from the first of `sources` that sends.
+        """Starts to receive a tensor from the first of `sources` that sends. Returns the Work.
 
         Fair: where several have sent, the next source after the last one served is served first, so none keeps another
         waiting by sending much. Receives with one tag, from any rank and from one, get their messages in the order they
@@ -197,7 +197,11 @@ class Messages(ABC):
 
     @abstractmethod
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:
-        """Withdraws a receive that is still in flight: its tensor will not be written any more."""
+        """Withdraws a receive that is still in flight: its tensor will not be written any more.
+
+        Args:
+            work: the Work of the receive.
+        """
 
     # Optional: faster ways
 
@@ -222,7 +226,11 @@ class Messages(ABC):
         return PreparedSend(self, dst, tag, note)
 
     def prepare_receive(self, src: int, tag: Tag, *, note: str | None = "", must_fit: bool = True) -> PreparedReceive:
-        """Returns a handle that receives the messages of one rank under one tag; arguments as in `irecv`."""
+        """Returns a handle that receives the messages of one rank under one tag.
+
+        Args:
+            src, tag, note, must_fit: as in `irecv`.
+        """
         return PreparedReceive(self, src, tag, note, must_fit)
 
     def will_wait(self) -> AbstractContextManager[object]:
@@ -233,11 +241,15 @@ class Messages(ABC):
         """Whether a message of `num_bytes` from a rank is received without a copy, in the memory it was written to.
 
         It is then copied only if `out=` is given. Memory for unclaimed messages is limited; beyond that it is copied.
+
+        Args:
+            src: rank of the sender.
+            num_bytes: size of the message.
         """
         return False
 
     def keeps_messages(self, src: int) -> bool:  # noqa: ARG002
-        """Whether the messages from a rank stay in memory until they are received, however late.
+        """Whether the messages from the rank `src` stay in memory until they are received, however late.
 
         A receive that is posted early gains nothing then.
         """
@@ -250,14 +262,33 @@ class Messages(ABC):
     # Blocking calls
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, timeout: float | None = None) -> None:
-        """Sends and waits until `tensor` may be changed again (not: until it was received)."""
+        """Sends and waits until `tensor` may be changed again (not: until it was received).
+
+        Args:
+            tensor, dst, tag: as in `isend`.
+            timeout: seconds; None: the backend's.
+
+        Raises:
+            InvalidRank, SelfSend, Closed, UnsupportedOp, SizeMismatch: as in `isend`.
+            PeerFailed: the receiver is gone.
+            Timeout: the message has not left in time.
+        """
         with self.will_wait():
             self.isend(tensor, dst, tag).wait(timeout)
 
     def recv(
         self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, timeout: float | None = None
     ) -> torch.Tensor:
-        """Receives and waits. After a Timeout the receive is withdrawn: `out` will not be written later."""
+        """Receives a tensor, waits for it and returns it.
+
+        Args:
+            src, tag, out: as in `irecv`.
+            timeout: seconds; None: the backend's.
+
+        Raises:
+            InvalidRank, SelfSend, Closed, UnsupportedOp, SizeMismatch, CollectiveMismatch, PeerFailed: as in `irecv`.
+            Timeout: no message came in time. The receive is withdrawn: `out` will not be written later.
+        """
         with self.will_wait():
             work = self.irecv(src, tag, out=out)
             try:
@@ -267,7 +298,14 @@ class Messages(ABC):
                 raise
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Waits until every rank has called it, in ceil(log2(world_size)) rounds of empty messages (dissemination)."""
+        """Waits until every rank has called it, in ceil(log2(world_size)) rounds of empty messages (dissemination).
+
+        Args:
+            timeout: seconds for each message; None: the backend's.
+
+        Raises:
+            Closed, PeerFailed, Timeout: as of `send` and `recv`.
+        """
         token = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._num_barriers += 1  # part of the tag: messages left by a barrier that timed out do not match the next one
         distance, step = 1, 0
@@ -284,7 +322,14 @@ class Messages(ABC):
     # Checks of arguments, for implementations
 
     def check_send(self, tensor: torch.Tensor, dst: int) -> None:
-        """Raises InvalidRank, SelfSend or UnsupportedOp for arguments that `isend` does not take."""
+        """Checks arguments of `isend`.
+
+        Args:
+            tensor, dst: as in `isend`.
+
+        Raises:
+            InvalidRank, SelfSend, UnsupportedOp: `isend` does not take them.
+        """
         if not isinstance(dst, int) or not 0 <= dst < self.world_size or dst == self.rank:
             raise _refused(dst, self.rank, self.world_size, "dst")
         # Fast path: collectives send ordinary tensors.
@@ -292,7 +337,15 @@ class Messages(ABC):
             check_tensor(tensor, self.devices, "send")
 
     def check_receive(self, sources: Iterable[int], out: torch.Tensor | None = None) -> None:
-        """Raises InvalidRank, SelfSend or UnsupportedOp for arguments that `irecv` and `irecv_any` do not take."""
+        """Checks arguments of `irecv` and `irecv_any`.
+
+        Args:
+            sources: ranks of the senders.
+            out: as in `irecv`.
+
+        Raises:
+            InvalidRank, SelfSend, UnsupportedOp: `irecv` and `irecv_any` do not take them.
+        """
         for src in sources:
             if not isinstance(src, int) or not 0 <= src < self.world_size or src == self.rank:
                 raise _refused(src, self.rank, self.world_size, "src")

@@ -108,6 +108,13 @@ class Work(Generic[T]):
     )
 
     def __init__(self, driver: Driver, description: object, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Begins an operation.
+
+        Args:
+            driver: makes progress while a thread waits. A backend's messages are one.
+            description: the operation, as errors name it.
+            timeout: seconds of a `wait` that gives none.
+        """
         self.description = description
         """The operation, as text or as an object with a `str`."""
         self.note = ""

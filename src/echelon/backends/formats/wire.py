@@ -45,7 +45,7 @@ class Tag(NamedTuple):
         return cls(step=tag)
 
     def is_collective_of(self, context: int) -> bool:
-        """Whether this is the tag of a collective of that group, not of a point-to-point message."""
+        """Whether this is the tag of a collective of the group `context`, not of a point-to-point message."""
         return self.context == context and self.sequence > 0
 
     def __str__(self) -> str:

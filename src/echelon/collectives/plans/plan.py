@@ -44,7 +44,12 @@ def _by_kind(step: type[T]) -> type[T]:
 
 @_by_kind
 class Send(NamedTuple):
-    """Sends the chunks as they were at the start of the round, as one message."""
+    """Sends the chunks as they were at the start of the round, as one message.
+
+    Args:
+        peer: rank of the receiver.
+        chunks: numbers of the chunks. Empty: a message without chunks, as a signal.
+    """
 
     peer: int
     chunks: Numbers
@@ -55,7 +60,12 @@ class Send(NamedTuple):
 
 @_by_kind
 class Recv(NamedTuple):
-    """Receives the chunks in place of the rank's own."""
+    """Receives the chunks in place of the rank's own.
+
+    Args:
+        peer: rank of the sender.
+        chunks: numbers of the chunks, as in the sender's Send.
+    """
 
     peer: int
     chunks: Numbers
@@ -66,12 +76,17 @@ class Recv(NamedTuple):
 
 @_by_kind
 class Reduce(NamedTuple):
-    """Receives the chunks and combines them with the rank's own: own op received."""
+    """Receives the chunks and combines them with the rank's own: own op received.
+
+    Args:
+        peer: rank of the sender.
+        chunks: numbers of the chunks, as in the sender's Send.
+        received_first: True for received op own. Two ranks that combine the same values must do so in the same order.
+    """
 
     peer: int
     chunks: Numbers
     received_first: bool = False
-    """True for received op own. Two ranks that combine the same values must do so in the same order."""
 
     def __str__(self) -> str:
         text = f"{_text(self.chunks)}<{self.peer}"
@@ -80,7 +95,12 @@ class Reduce(NamedTuple):
 
 @_by_kind
 class Copy(NamedTuple):
-    """Copies the rank's own chunk `source` to its chunk `chunk`."""
+    """Copies the rank's own chunk `source` to its chunk `chunk`.
+
+    Args:
+        source: number of the chunk that is read.
+        chunk: number of the chunk that is overwritten.
+    """
 
     source: int
     chunk: int

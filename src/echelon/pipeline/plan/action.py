@@ -15,6 +15,10 @@ def loop(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
     """Returns the placement that goes round the ranks: stage s is on rank s mod num_ranks.
 
     3 ranks x 2 chunks: 0 1 2 0 1 2.
+
+    Args:
+        num_ranks: number of ranks.
+        num_chunks: number of stages of each rank.
     """
     return tuple(range(num_ranks)) * num_chunks
 
@@ -23,6 +27,9 @@ def vee(num_ranks: int) -> tuple[int, ...]:
     """Returns the placement that goes down the ranks and back up, 2 stages on each: 0 1 2 2 1 0.
 
     The first and the last stage share rank 0.
+
+    Args:
+        num_ranks: number of ranks.
     """
     down = tuple(range(num_ranks))
     return down + down[::-1]

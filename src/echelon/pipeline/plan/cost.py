@@ -19,7 +19,12 @@ Amount: TypeAlias = Time | Sequence[Time]
 def transfer_time(num_bytes: Time, latency: Time, bandwidth: Time) -> Time:
     """Returns the time of one microbatch's bytes across a boundary: latency + num_bytes / bandwidth.
 
-    Pass one result, or one per boundary, as `Costs(transfer=...)`. Bandwidth is in bytes per unit of time.
+    Pass one result, or one per boundary, as `Costs(transfer=...)`.
+
+    Args:
+        num_bytes: bytes of one microbatch at the boundary.
+        latency: time of an empty message, in the unit of the costs.
+        bandwidth: bytes per unit of time, above 0.
 
     Raises:
         ScheduleError: a size or latency below 0, or a bandwidth that is not above 0.

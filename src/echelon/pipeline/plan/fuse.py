@@ -16,6 +16,9 @@ def exact_stages(schedule: Schedule) -> tuple[bool, ...]:
 
     Sums of floats depend on their order. A stage whose B's and W's run in the order of the microbatches has, bit for
     bit, the gradients of one process that runs one microbatch after another. Any other stage differs by rounding.
+
+    Args:
+        schedule: a schedule of any kind.
     """
     in_order = [True] * schedule.num_stages
     latest = [-1] * schedule.num_stages
@@ -29,7 +32,11 @@ def exact_stages(schedule: Schedule) -> tuple[bool, ...]:
 
 
 def is_exact(schedule: Schedule) -> bool:
-    """Returns whether all stages add up their gradients in the order of the microbatches; see `exact_stages`."""
+    """Returns whether all stages add up their gradients in the order of the microbatches; see `exact_stages`.
+
+    Args:
+        schedule: a schedule of any kind.
+    """
     return all(exact_stages(schedule))
 
 

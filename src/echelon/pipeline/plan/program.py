@@ -225,12 +225,17 @@ Instruction: TypeAlias = Post | Receive | Send | Recompute | Compute | Reduce | 
 
 @dataclass(frozen=True, repr=False)
 class Program:
-    """Instructions of all ranks, in order. `str` is a line per rank."""
+    """Instructions of all ranks, in order. `str` is a line per rank. Made by `lower`.
+
+    Args:
+        schedule: the schedule that the program runs.
+        orders: the instructions of each rank.
+        recomputed: stages that run their forward again before their backward.
+    """
 
     schedule: Schedule
     orders: tuple[tuple[Instruction, ...], ...]
     recomputed: frozenset[int] = frozenset()
-    """Stages that run their forward again before their backward."""
 
     def __repr__(self) -> str:
         return f"<Program of {self.schedule!r}: {sum(map(len, self.orders))} instructions>"
