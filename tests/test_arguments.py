@@ -150,6 +150,7 @@ def wrong_kinds(group):
         "its name": lambda: echelon.ZeroOptimizer("adam", model.parameters(), group),
         "no tensor": lambda: functional.all_reduce([1.0], group),
         "a root of functional.gather": lambda: functional.gather(ones, 2, group),
+        "a root of functional.reduce": lambda: functional.reduce(ones, 2, group, "max"),  # it was ignored
         "a root of functional.scatter": lambda: functional.scatter(ones, "0", group),
         "a root below 0": lambda: functional.scatter(ones, -1, group),  # it gave an empty tensor
         "splits of functional": lambda: functional.all_to_all(ones, group, 2),
@@ -202,6 +203,7 @@ WRONG_KINDS = {
     "its name": ("InvalidArgument", "optimizer_class is 'adam' (str): pass a class"),
     "no tensor": ("UnsupportedOp", "functional.all_reduce takes a tensor, not list"),
     "a root of functional.gather": ("InvalidRank", "dst=2 is not a rank of this group of 2: use 0 to 1"),
+    "a root of functional.reduce": ("InvalidRank", "dst=2 is not a rank of this group of 2: use 0 to 1"),
     "a root of functional.scatter": ("InvalidRank", "src='0' is not a rank of this group of 2: use an int, 0 to 1"),
     "a root below 0": ("InvalidRank", "src=-1 is not a rank"),
     "splits of functional": ("InvalidArgument", "in_splits=2: give a list"),

@@ -88,9 +88,12 @@ def reduce(tensor: Tensor, dst: int, group: ProcessGroup, op: str = "sum") -> Te
         op: as in `all_reduce`. Ops other than sum and mean cost as much as an all-reduce.
 
     Raises:
+        InvalidRank: `dst` is not a rank of the group.
         UnsupportedOp: another op.
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.reduce`.
     """
     _check(tensor, group, "reduce")
+    _check_root(dst, group, "dst")
     op = check_op(op)
     if op not in _LINEAR:
         everywhere = all_reduce(tensor, group, op)
@@ -107,6 +110,11 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
         tensor: same shape and dtype on every rank.
         src: the rank whose tensor it is.
         group: the ranks.
+
+    Raises:
+        InvalidRank: `src` is not a rank of the group.
+        UnsupportedOp: `tensor` is no tensor, or the backend cannot move it.
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.broadcast`.
     """
     _check(tensor, group, "broadcast")
     return _apply(_Broadcast, tensor, group, src)
@@ -119,6 +127,10 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     Args:
         tensor: same dtype and same dims but the first on every rank; a zero-dim tensor counts as one row.
         group: the ranks.
+
+    Raises:
+        UnsupportedOp: `tensor` is no tensor, or the backend cannot move it.
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
     """
     _check(tensor, group, "all_gather")
     tensor = _rows(tensor)
@@ -136,6 +148,8 @@ def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
 
     Raises:
         InvalidRank: `dst` is not a rank of the group.
+        UnsupportedOp: `tensor` is no tensor, or the backend cannot move it.
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.gather`.
     """
     _check(tensor, group, "gather")
     _check_root(dst, group, "dst")
@@ -158,6 +172,7 @@ def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
     Raises:
         InvalidRank: `src` is not a rank of the group.
         SizeMismatch: a tensor without dims.
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.scatter`.
     """
     _check(tensor, group, "scatter")
     _check_dims(tensor, "scatter")
@@ -183,6 +198,7 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tens
     Raises:
         UnsupportedOp: another op.
         SizeMismatch: a tensor without dims.
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.reduce_scatter`.
     """
     _check(tensor, group, "reduce_scatter")
     _check_dims(tensor, "reduce_scatter")
@@ -211,6 +227,7 @@ def all_to_all(
     Raises:
         InvalidArgument: splits that are not a list of whole numbers.
         SizeMismatch: splits that do not add up.
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_to_all`.
     """
     _check(tensor, group, "all_to_all")
     tensor = _rows(tensor)
@@ -240,6 +257,7 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup, tag: int = 0) -> Tensor:
 
     Raises:
         UnsupportedOp: the tensor requires no gradient.
+        InvalidRank, SelfSend, SizeMismatch, PeerFailed, Timeout: as `ProcessGroup.send`.
     """
     _check(tensor, group, "send")
     _check_requires_grad(tensor, "send")
@@ -256,6 +274,10 @@ def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
         src: the sender.
         group: the ranks.
         tag: as in `ProcessGroup.recv`.
+
+    Raises:
+        InvalidArgument: `group` is no group.
+        InvalidRank, SelfSend, SizeMismatch, PeerFailed, Timeout: as `ProcessGroup.recv`.
     """
     check_group(group)
     check_mode("functional.recv")
@@ -275,6 +297,7 @@ def sendrecv(tensor: Tensor, dst: int, src: int, group: ProcessGroup, tag: int =
 
     Raises:
         UnsupportedOp: the tensor requires no gradient.
+        InvalidRank, SelfSend, SizeMismatch, PeerFailed, Timeout: as `ProcessGroup.sendrecv`.
     """
     _check(tensor, group, "sendrecv")
     _check_requires_grad(tensor, "sendrecv")

@@ -164,15 +164,21 @@ def test_float32_accumulation_keeps_what_bfloat16_loses(run, world_size, discard
     assert kept == [(1.125, torch.bfloat16)] * world_size
 
 
-def test_hooks_refuse_bad_options():
-    with pytest.raises(ValueError, match="compress to"):
-        CompressTo(torch.float64)
-    with pytest.raises(ValueError, match="accumulate in"):
-        AccumulateIn(torch.bfloat16)
-    with pytest.raises(ValueError, match="period=0"):
-        LocalSGD(0)
-    with pytest.raises(ValueError, match="rank=0"):
-        PowerSGD(rank=0)
+REFUSED = {
+    "compress to": lambda: CompressTo(torch.float64),
+    "accumulate in": lambda: AccumulateIn(torch.bfloat16),
+    "period=0": lambda: LocalSGD(0),
+    "period='often'": lambda: LocalSGD("often"),
+    "rank=0": lambda: PowerSGD(rank=0),
+    "rank=None": lambda: PowerSGD(rank=None),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_hooks_refuse_bad_options(message):
+    with pytest.raises(echelon.InvalidArgument, match=message) as caught:
+        REFUSED[message]()
+    assert isinstance(caught.value, ValueError)  # as they raised before InvalidArgument
 
 
 def forward_then_zero_grad(group, hook, set_to_none):

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from echelon.arguments import is_count
 from echelon.data_parallel.broadcast import average_tensors
+from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup
 
 
@@ -50,6 +52,10 @@ class GradientHook:
         Args:
             bucket: this rank's gradients, zeros where it has none.
             group: the ranks. The hook may run any number of collectives; nobody else uses the group meanwhile.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`. An exception of a hook of your own
+                fails the backward on all ranks.
         """
         group.all_reduce(bucket.gradients, "mean")
 
@@ -94,9 +100,12 @@ class CompressTo(GradientHook):
 
         Args:
             dtype: torch.float16 (11 significant bits) or torch.bfloat16 (8, with the range of float32).
+
+        Raises:
+            InvalidArgument: another dtype.
         """
         if dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype={dtype}: compress to torch.float16 or torch.bfloat16")
+            raise InvalidArgument(f"dtype={dtype}: compress to torch.float16 or torch.bfloat16")
         self._sent_as = dtype
 
     def reduce(self, bucket: GradientBucket, group: ProcessGroup) -> None:
@@ -104,6 +113,9 @@ class CompressTo(GradientHook):
 
         Args:
             bucket, group: as for `GradientHook.reduce`.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_to_all`.
         """
         gradients = bucket.gradients
         if gradients.is_complex():
@@ -129,9 +141,13 @@ class AccumulateIn(GradientHook):
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        """Takes the dtype to accumulate in: torch.float32 or torch.float64."""
+        """Takes the dtype to accumulate in: torch.float32 or torch.float64.
+
+        Raises:
+            InvalidArgument: another dtype.
+        """
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype={dtype}: accumulate in torch.float32 or torch.float64")
+            raise InvalidArgument(f"dtype={dtype}: accumulate in torch.float32 or torch.float64")
         self.dtype = dtype
 
     def __repr__(self) -> str:
@@ -149,9 +165,16 @@ class LocalSGD(GradientHook):
     leaves_gradients = True
 
     def __init__(self, period: int) -> None:
-        """Takes the number of steps between two averages."""
-        if period < 1:
-            raise ValueError(f"period={period}: average every 1 or more steps")
+        """Takes the number of steps between two averages.
+
+        Args:
+            period: number of steps, at least 1.
+
+        Raises:
+            InvalidArgument: `period` is not a whole number of at least 1.
+        """
+        if not is_count(period, 1):
+            raise InvalidArgument(f"period={period!r}: average every 1 or more steps")
         self._period = period
         self._steps = 0
         self._weight = 0.0
@@ -171,6 +194,9 @@ class LocalSGD(GradientHook):
 
         Args:
             parameters, group: as for `GradientHook.before_forward`.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout: as `average`.
         """
         if self._steps >= self._period:
             self.average(parameters, group)
@@ -180,6 +206,9 @@ class LocalSGD(GradientHook):
 
         Args:
             parameters, group: as for `GradientHook.before_forward`.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout: as `average`.
         """
         self.average(parameters, group)
 
@@ -188,6 +217,9 @@ class LocalSGD(GradientHook):
 
         Args:
             parameters, group: as for `GradientHook.before_forward`.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
         """
         total = group.all_reduce(torch.tensor(self._weight, dtype=torch.float64, device="cpu")).item()
         # The mean divides by world_size; multiplied by this share before, it is the mean weighted by samples.
@@ -204,7 +236,11 @@ class LocalSGD(GradientHook):
         return {"steps": self._steps, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the values of `state_dict`."""
+        """Takes over the values of `state_dict`.
+
+        Raises:
+            KeyError: the state is not that of a LocalSGD.
+        """
         self._steps, self._weight = state["steps"], state["weight"]
 
     def __repr__(self) -> str:
@@ -227,9 +263,12 @@ class PowerSGD(GradientHook):
             rank: number of columns r of P and Q.
             start_after: number of first reductions that are sent whole, as early gradients change most.
             seed: seed of the first Q.
+
+        Raises:
+            InvalidArgument: `rank` is not a whole number of at least 1.
         """
-        if rank < 1:
-            raise ValueError(f"rank={rank}: P and Q have 1 or more columns")
+        if not is_count(rank, 1):
+            raise InvalidArgument(f"rank={rank!r}: P and Q have 1 or more columns")
         self._rank = rank
         self._start_after = start_after
         self._generator = torch.Generator().manual_seed(seed)
@@ -243,6 +282,9 @@ class PowerSGD(GradientHook):
 
         Args:
             bucket, group: as for `GradientHook.reduce`.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
         """
         self._num_reductions += bucket.number == 0  # once per reduction, which calls this for every bucket
         if self._num_reductions <= self._start_after:
@@ -280,7 +322,11 @@ class PowerSGD(GradientHook):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the values of `state_dict`. Tensors are kept, not copied."""
+        """Takes over the values of `state_dict`. Tensors are kept, not copied.
+
+        Raises:
+            KeyError: the state is not that of a PowerSGD.
+        """
         self._num_reductions = state["num_reductions"]
         self._generator.set_state(state["generator"])
         self._errors, self._bases = dict(state["errors"]), dict(state["bases"])
