@@ -61,6 +61,10 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             optimizer: the optimizer of this rank.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
+            RuntimeError: torch's: a second call since the last `update`, or after `step`.
         """
         if not self.is_enabled():
             return
@@ -87,6 +91,10 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             optimizer: the optimizer of this rank.
             args, kwargs: passed on to its `step`.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout: as `unscale_`.
+            RuntimeError: torch's: a second call since the last `update`.
         """
         # torch leaves unscaling to optimizers with a kernel for it (fused=True), which know nothing of other ranks.
         if self.is_enabled() and id(optimizer) not in self._unscaled:
@@ -98,6 +106,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             new_scale: the scale. None: grown or lowered by what happened since the last update.
+
+        Raises:
+            AssertionError: torch's: nothing was unscaled since the last update.
         """
         self._unscaled.clear()
         super().update(new_scale)

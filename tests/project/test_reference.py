@@ -1,4 +1,4 @@
-"""Each callable of the API reference describes its arguments and its result.
+"""Each callable of the API reference describes its arguments, its result and its errors.
 
 Some arguments need no line under "Args:": `*args` and `**kwargs`, a single one that the first paragraph names, and
 fields with a docstring of their own or a word in that of their class. Nor do constructors of objects that the library
@@ -125,6 +125,81 @@ def says_result(member):
     return re.search(r"\b([Rr]eturns?|Yields|Whether)\b|^(Inside|Runs)\b", doc) is not None
 
 
+RAISE_NOTHING = """
+echelon.ProcessGroup.abort
+echelon.backends.work.Work
+echelon.backends.work.Work.exception is_completed
+echelon.DDP.extra_repr named_buffers named_modules named_parameters no_sync state_dict
+echelon.DistributedDataParallel.extra_repr named_buffers named_modules named_parameters no_sync state_dict
+echelon.data_parallel.AccumulateIn.at_end before_forward load_state_dict state_dict
+echelon.data_parallel.CompressTo.at_end before_forward load_state_dict state_dict
+echelon.data_parallel.GradientHook
+echelon.data_parallel.GradientHook.at_end before_forward load_state_dict state_dict
+echelon.data_parallel.LocalSGD.reduce state_dict
+echelon.data_parallel.PowerSGD.at_end before_forward state_dict
+echelon.pipeline.Pipeline.eval named_parameters no_sync state_dict train
+echelon.pipeline.keyed
+echelon.timeline.timeline.Timeline.title_of
+echelon.pipeline.schedules.names
+echelon.pipeline.plan.action.Action.parts
+echelon.pipeline.plan.action.Overlapped.parts
+echelon.pipeline.plan.action.loop vee
+echelon.pipeline.plan.fuse.exact_stages is_exact
+echelon.pipeline.plan.program.lower
+echelon.pipeline.schedules.recommendation.table
+echelon.checkpoint.Handle PerRank
+echelon.checkpoint.Handle.done
+echelon.Delay.concerns
+echelon.NetworkPartition.concerns
+echelon.simulation.Measurements.total
+echelon.Foreseen.report
+echelon.testing.RankPool clause_names
+echelon.testing.RankPool.close
+echelon.backends.base.Backend.abort aside compute executor
+echelon.backends.control.ControlPlane
+echelon.backends.control.ControlPlane.abort ask close_reason closed_error difference join keep_silent
+echelon.backends.control.ControlPlane.last_heard lines_left message_wait num_sent revoke
+echelon.backends.delivery.Receive
+echelon.backends.delivery.Receive.complete
+echelon.backends.formats.wire.Tag.is_collective_of
+echelon.backends.formats.wire.as_sent
+echelon.backends.matching.Mailbox
+echelon.backends.matching.Mailbox.fail_all fail_context fail_peer post take withdraw
+echelon.backends.messages.Messages
+echelon.backends.messages.Messages.brings_memory cancel keeps_messages prepare_receive prepare_send unreceived
+echelon.backends.messages.Messages.will_wait
+echelon.backends.modes.normal_mode
+echelon.collectives.plans.algorithms.chunk_bytes numbered
+echelon.collectives.plans.cost.LinkCosts.of_message
+echelon.interop.torch_distributed.EchelonProcessGroup
+echelon.interop.torch_distributed.EchelonProcessGroup.abort
+echelon.data.DataLoader.state_dict
+echelon.data.DistributedSampler.finish indices left take
+echelon.logging.MetricsWriter.close
+"""
+"""Callables that raise no error of their own, a class with several methods on one line."""
+
+
+def raises_nothing():
+    """Full names of the callables of RAISE_NOTHING."""
+    names = []
+    for line in RAISE_NOTHING.split("\n"):
+        first, *others = line.split() or [""]
+        names += [first, *(f"{first.rpartition('.')[0]}.{other}" for other in others)] if first else []
+    return names
+
+
+def is_record(member):
+    """Whether a class only keeps the values that it is given."""
+    is_plain = hasattr(member, "_fields") or (dataclasses.is_dataclass(member) and not hasattr(member, "__post_init__"))
+    return inspect.isclass(member) and is_plain
+
+
+def says_errors(member):
+    """Whether the docstring says which errors come."""
+    return re.search(r"^Raises:\n    \w", documentation(member), re.MULTILINE) is not None
+
+
 CALLABLES = callables()
 
 
@@ -140,6 +215,15 @@ def test_each_argument_is_described(name):
 @pytest.mark.parametrize("name", CALLABLES)
 def test_the_result_is_described(name):
     assert says_result(CALLABLES[name]), documentation(CALLABLES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CALLABLES if not is_record(CALLABLES[name])])
+def test_the_errors_are_described(name):
+    assert says_errors(CALLABLES[name]) != (name in raises_nothing()), documentation(CALLABLES[name])
+
+
+def test_the_list_of_callables_without_errors_has_no_other_names():
+    assert [name for name in raises_nothing() if name not in CALLABLES or is_record(CALLABLES[name])] == []
 
 
 def imports_of_docs():
@@ -179,3 +263,4 @@ def test_the_checks_find_what_is_left_out():
     assert untold(scale) == ["factor"]
     assert untold(times) == ["count"]
     assert not says_result(times)
+    assert not says_errors(scale)

@@ -93,6 +93,13 @@ MEMBERS = {
     "echelon.backends.work.Work": ("wait", "is_completed", "result", "exception"),
     "echelon.backends.delivery.Receive": ("work", "complete"),
     "echelon.backends.matching.Mailbox": ("post", "take", "withdraw", "fail_peer", "fail_context", "fail_all"),
+    "echelon.interop.torch_distributed.EchelonProcessGroup": (
+        "group",
+        "set_timeout",
+        "shutdown",
+        "abort",
+        "monitored_barrier",
+    ),
 }
 """Members that are shown of a class that has others for Echelon's own use."""
 

@@ -192,7 +192,12 @@ class Work(Generic[T]):
             raise Timeout(f"{late}: {error}", error.ranks)
 
     def result(self) -> T:
-        """Returns the result of a completed operation; raises its error, or Timeout if it is still under way."""
+        """Returns the result of a completed operation.
+
+        Raises:
+            Timeout: it is still under way.
+            EchelonError: the operation failed.
+        """
         if not self.has_ended:
             raise Timeout(f"{self.description}: still under way; call wait() first")
         if self._error is not None:

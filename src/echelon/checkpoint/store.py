@@ -234,7 +234,11 @@ class Store:
 
     @refuse_others()
     def steps(self) -> list[int]:
-        """Returns the steps of all complete checkpoints, in order. Does not communicate."""
+        """Returns the steps of all complete checkpoints, in order. Does not communicate.
+
+        Raises:
+            FileError: the folder is a file, or cannot be read.
+        """
         return Folder(self._path).steps()
 
     @refuse_others()
@@ -257,7 +261,11 @@ class Store:
             raise CheckpointError(f"checkpoint {step} in {self._path}: {problems[0]}{more}")
 
     def close(self) -> None:
-        """Waits for a save under way and lets other jobs save here. A later save opens the folder again."""
+        """Waits for a save under way and lets other jobs save here. A later save opens the folder again.
+
+        Raises:
+            FileError, CheckpointError: the save failed, as of `Handle.wait`.
+        """
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()

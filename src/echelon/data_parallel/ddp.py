@@ -48,7 +48,11 @@ class ModuleProxy(torch.nn.Module):
     module: torch.nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
+        """Calls the module.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout: in training, while buffers are made equal or a hook averages.
+        """
         return self.module(*args, **kwargs)
 
     def named_parameters(

@@ -49,6 +49,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         Args:
             group: the ranks whose batches count as one. Default: that of `echelon.init()`, or of the simulated rank.
             num_features, eps, momentum, affine, track_running_stats, device, dtype: as for torch.nn.BatchNorm2d.
+
+        Raises:
+            InvalidArgument: `group` is no group, or there is none yet.
         """
         group = given_or_current(group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)

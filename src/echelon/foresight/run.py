@@ -326,6 +326,9 @@ class Foreseen:
         """Returns the tensors at the peak of a recorded rank as (kind, line and module; bytes), the largest first.
 
         Layers that differ by their number alone are one entry: "in 32 modules layers.*.attention".
+
+        Raises:
+            KeyError: `rank` was not recorded; `traces` has the ranks that were.
         """
         trace = self.traces[rank]
         sizes: dict[tuple[str, str], int] = {}

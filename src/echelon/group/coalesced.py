@@ -44,6 +44,10 @@ class CoalescedCollectives(GroupBase):
         Args:
             tensors: The same shapes and dtypes on every rank.
             op, async_op, timeout: As in `all_reduce`. The timeout applies to each dtype.
+
+        Raises:
+            InvalidArgument: `tensors` is no list.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         copies = self._check_all(tensors, "all_reduce_coalesced", in_place=True)
         packs = coalesced.all_reduce_coalesced(copies.tensors, op)
@@ -65,6 +69,11 @@ class CoalescedCollectives(GroupBase):
         Args:
             tensors, op, async_op, timeout: As in `all_reduce_coalesced`.
             dst: Rank that gets the results.
+
+        Raises:
+            InvalidRank: `dst` is not a rank of the group.
+            InvalidArgument: `tensors` is no list.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         self._check_rank(dst, "dst")
         is_dst = self.rank == dst
@@ -92,6 +101,8 @@ class CoalescedCollectives(GroupBase):
 
         Raises:
             SizeMismatch: a tensor has no dims.
+            InvalidArgument: `tensors` is no list.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         copies = self._check_all(tensors, "reduce_scatter_coalesced")
         for number, tensor in enumerate(tensors):
@@ -118,6 +129,10 @@ class CoalescedCollectives(GroupBase):
         Args:
             tensors: The same dtypes, and the same dims except the first, on every rank; see `all_gather`.
             async_op, timeout: As in `all_reduce`.
+
+        Raises:
+            InvalidArgument: `tensors` is no list.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         copies = self._check_all(tensors, "all_gather_coalesced")
         pack = coalesced.all_gather_coalesced(copies.tensors)
@@ -140,6 +155,11 @@ class CoalescedCollectives(GroupBase):
         Args:
             tensors, async_op, timeout: As in `all_gather_coalesced`.
             dst: Rank that gets the results.
+
+        Raises:
+            InvalidRank: `dst` is not a rank of the group.
+            InvalidArgument: `tensors` is no list.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         self._check_rank(dst, "dst")
         copies = self._check_all(tensors, "gather_coalesced")

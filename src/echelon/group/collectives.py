@@ -32,6 +32,9 @@ class Collectives(GroupBase):
                 torch.distributed.ReduceOp.SUM and its like are taken, too.
             async_op: Return a Work at once. `tensor` must not be used until the Work is done.
             timeout: Seconds for the whole operation.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         if timeout is None and async_op is False and (done := self._run_known("all_reduce", -1, op, tensor, None)):
             return tensor if done is True else self._runner.go_on(done, tensor, None)
@@ -51,6 +54,10 @@ class Collectives(GroupBase):
         Args:
             tensor, op, async_op, timeout: As in `all_reduce`.
             dst: Rank that gets the result.
+
+        Raises:
+            InvalidRank: `dst` is not a rank of the group.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         if timeout is None and async_op is False and (done := self._run_known("reduce", dst, op, tensor, None)):
             return tensor if done is True else self._runner.go_on(done, tensor, None)
@@ -71,6 +78,10 @@ class Collectives(GroupBase):
             tensor: Same shape and dtype on every rank.
             src: Rank that sends its tensor.
             async_op, timeout: As in `all_reduce`.
+
+        Raises:
+            InvalidRank: `src` is not a rank of the group.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         if timeout is None and async_op is False and (done := self._run_known("broadcast", src, "", tensor, None)):
             return tensor if done is True else self._runner.go_on(done, tensor, None)
@@ -103,6 +114,7 @@ class Collectives(GroupBase):
 
         Raises:
             SizeMismatch: `out` does not have the shape and dtype of the result.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         if timeout is None and async_op is False and (done := self._run_known("all_gather", -1, "", tensor, out)):
             return cast("Tensor", out) if done is True else self._runner.go_on(done, tensor, out)
@@ -134,6 +146,8 @@ class Collectives(GroupBase):
 
         Raises:
             SizeMismatch: `out` does not have the shape and dtype of the result.
+            InvalidRank: `dst` is not a rank of the group.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         # All ranks may pass `out`, as programs that are the same on every rank do.
         out = out if self.rank == dst else None
@@ -169,6 +183,8 @@ class Collectives(GroupBase):
         Raises:
             SizeMismatch: rank `src` gave no tensor, or one without dims, or `out` does not have the shape and dtype of
                 the part.
+            InvalidRank: `src` is not a rank of the group.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         if self.rank != src:
             tensor = None
@@ -218,6 +234,7 @@ class Collectives(GroupBase):
 
         Raises:
             SizeMismatch: `out` does not have the shape and dtype of this rank's part, or `tensor` has no dims.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         if timeout is None and async_op is False and (done := self._run_known("reduce_scatter", -1, op, tensor, out)):
             return cast("Tensor", out) if done is True else self._runner.go_on(done, tensor, out)
@@ -265,8 +282,10 @@ class Collectives(GroupBase):
             async_op, timeout: As in `all_reduce`.
 
         Raises:
+            InvalidArgument: splits that are no list of whole numbers.
             SizeMismatch: `in_splits` is not one number per rank that add up to dim 0, or `out` does not fit.
             CollectiveMismatch: the received numbers of rows differ from `out_splits`.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         has_splits = in_splits is not None or out_splits is not None
         runs_here = timeout is None and async_op is False and not has_splits
@@ -300,6 +319,8 @@ class Collectives(GroupBase):
 
         Raises:
             UnsupportedOp: there is not enough memory.
+            InvalidArgument: `shape` is no number or list of numbers of at least 0.
+            CollectiveMismatch, PeerFailed, Timeout, Closed: as for the class.
         """
         self._runner.check_open()
         size = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (shape,)
@@ -319,6 +340,9 @@ class Collectives(GroupBase):
 
         Args:
             async_op, timeout: As in `all_reduce`.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         if timeout is None and async_op is False and (done := self._run_known("barrier", -1, "", None, None)):
             return None if done is True else self._runner.go_on(done, None, None)

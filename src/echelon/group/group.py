@@ -71,8 +71,9 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     - `print`, on one rank
 
     Collectives and messages raise PeerFailed if a rank has gone, DeadlockError if ranks wait for each other, Timeout,
-    and Closed after `close`. They raise InvalidRank for a rank outside of the group, and UnsupportedOp for a tensor
-    that the backend cannot move. Collectives raise CollectiveMismatch if ranks call different ones.
+    and Closed after `close`. They raise InvalidRank for a rank outside of the group, and InvalidArgument for a timeout
+    that is no number of seconds. They raise UnsupportedOp for a tensor that the backend cannot move, and for an unknown
+    `op`. Collectives raise CollectiveMismatch if ranks call different ones.
     """
 
     def __init__(
@@ -94,6 +95,10 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             timeout: Default timeout of blocking calls, in seconds. None: the backend's.
             name: Name in errors.
             table: Table that selects the algorithms of collectives; the same on every member.
+
+        Raises:
+            InvalidArgument: `timeout` is not a number of seconds of at least 0.
+            ValueError: `ranks` lacks the backend's own rank.
         """
         self.backend = backend
         self.ranks = tuple(range(backend.world_size) if ranks is None else ranks)
@@ -162,6 +167,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         Raises:
             InvalidArgument: `ranks` is no list, is empty, or names a rank twice.
             InvalidRank: a rank that is not in this group.
+            Closed: after `close`.
         """
         self._runner.check_open()
         if not isinstance(ranks, Iterable) or isinstance(ranks, str):

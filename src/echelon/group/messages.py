@@ -95,6 +95,7 @@ class PointToPoint(GroupBase):
         Raises:
             InvalidRank, SelfSend: `dst` is no other rank of the group.
             SizeMismatch: `tag` is outside its range.
+            PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         if timeout is not None:
             check_seconds(timeout)
@@ -129,6 +130,8 @@ class PointToPoint(GroupBase):
 
         Raises:
             SizeMismatch: the tensor does not fit `out`. It is dropped, and the group stays usable.
+            InvalidRank, SelfSend: `src` is no other rank of the group.
+            PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         if timeout is not None:
             check_seconds(timeout)
@@ -170,6 +173,7 @@ class PointToPoint(GroupBase):
                 tensors that had arrived were returned. Later calls wait for the remaining ranks. A rank that closed its
                 group raises only when no other rank could send any more.
             InvalidWorldSize: the group has one rank.
+            DeadlockError, Timeout, Closed: as for the class.
         """
         if timeout is not None:
             check_seconds(timeout)
@@ -190,6 +194,8 @@ class PointToPoint(GroupBase):
 
         Raises:
             SizeMismatch: as in `recv`.
+            InvalidRank, SelfSend: `dst` or `src` is no other rank of the group.
+            PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
         deadline = self.backend.now() + (self.timeout if timeout is None else check_seconds(timeout))
         with self.backend.messages.will_wait():
@@ -208,6 +214,7 @@ class PointToPoint(GroupBase):
 
         Raises:
             InvalidRank, SelfSend, SizeMismatch: As in `send`.
+            Closed: as for the class. Other errors come from the Work.
         """
         return self._send(*self._sending(tensor, dst, tag))
 
@@ -221,6 +228,7 @@ class PointToPoint(GroupBase):
         Raises:
             InvalidRank, SelfSend: `src` is no other rank of the group.
             UnsupportedOp: `out` is not contiguous.
+            Closed: as for the class. Other errors come from the Work.
         """
         handle, record = self._receiving(src, tag, out)
         return self._recv(handle, out, record)
@@ -233,6 +241,7 @@ class PointToPoint(GroupBase):
 
         Raises:
             InvalidWorldSize: the group has one rank.
+            Closed: as for the class. Other errors come from the Work.
         """
         self._runner.check_open()
         if self.world_size == 1:
@@ -254,6 +263,7 @@ class PointToPoint(GroupBase):
         Raises:
             InvalidArgument: `messages` is no list of SendTo and RecvFrom.
             InvalidRank, SelfSend, SizeMismatch, UnsupportedOp: As in `isend` and `irecv`, for any of the messages.
+            Closed: as for the class. Other errors come from the Works.
         """
         works: dict[int, Work[Tensor] | Work[None]] = {}
         if not isinstance(messages, Sequence):

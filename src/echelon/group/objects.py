@@ -32,6 +32,10 @@ class ObjectCollectives(GroupBase):
         Args:
             value: JSON-like.
             async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            UnsupportedOp: `value` is not JSON-like.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed: as for the class.
         """
         self._runner.check_open()
         purpose = self.backend.flight_recorder.purpose_of_thread()
@@ -54,6 +58,11 @@ class ObjectCollectives(GroupBase):
             value: JSON-like.
             dst: Rank that gets the result.
             async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            InvalidRank: `dst` is not a rank of the group.
+            UnsupportedOp: `value` is not JSON-like.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed: as for the class.
         """
         self._runner.check_open()
         self._check_rank(dst, "dst")
@@ -76,6 +85,11 @@ class ObjectCollectives(GroupBase):
             value: JSON-like on rank `src`. Ignored on other ranks.
             src: Rank of the value.
             async_op, timeout: As in `all_reduce`.
+
+        Raises:
+            InvalidRank: `src` is not a rank of the group.
+            UnsupportedOp: `value` is not JSON-like.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed: as for the class.
         """
         self._runner.check_open()
         self._check_rank(src, "src")
@@ -102,6 +116,9 @@ class ObjectCollectives(GroupBase):
         Raises:
             InvalidArgument: on rank `src`, `values` is no list.
             SizeMismatch: the list does not have one value per rank.
+            InvalidRank: `src` is not a rank of the group.
+            UnsupportedOp: a value is not JSON-like.
+            CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed: as for the class.
         """
         self._runner.check_open()
         self._check_rank(src, "src")

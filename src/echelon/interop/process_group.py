@@ -59,7 +59,8 @@ class DeviceBackend:
 class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
     """`torch.distributed.ProcessGroup` over a group of Echelon, `group`. Made by torch, see `torch_distributed`.
 
-    Its calls are those of `COLLECTIVES` and `MESSAGES`, added below.
+    Its calls are those of `COLLECTIVES` and `MESSAGES`, added below. They raise as the calls of `ProcessGroup` do, and
+    UnsupportedOp for a tensor without memory of its own.
     """
 
     def __init__(self, group: ProcessGroup, store: Store) -> None:
@@ -113,11 +114,19 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the default timeout of later calls."""
+        """Sets the default timeout of later calls.
+
+        Raises:
+            InvalidArgument: `timeout` is below 0.
+        """
         self.group.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Closes the group: finishes pending sends, then frees connections that only this group uses."""
+        """Closes the group: finishes pending sends, then frees connections that only this group uses.
+
+        Raises:
+            EchelonError, Closed: as `ProcessGroup.close`.
+        """
         self.group.close()
 
     def abort(self) -> None:
@@ -130,6 +139,10 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         Args:
             timeout: time for all ranks together.
             wait_all_ranks: torch's; all missing ranks are named either way.
+
+        Raises:
+            Timeout: a rank did not come in time.
+            CollectiveMismatch, PeerFailed, Closed: as `ProcessGroup.barrier`.
         """
         self.group.barrier(timeout=timeout.total_seconds())
 

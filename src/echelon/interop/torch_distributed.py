@@ -34,7 +34,7 @@ from echelon.launch.init import carry, end_with_program, provided_group
 from echelon.launch.torch_store import connect_ranks
 from echelon.launch.tuned import agreed_table
 
-__all__ = ["NAME", "EchelonProcessGroup", "make_group"]
+__all__ = ["NAME", "EchelonProcessGroup"]
 
 NAME = "echelon"
 """Name of the backend in `torch.distributed.init_process_group` and `new_group`."""

@@ -222,6 +222,9 @@ def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ..
 
     Args:
         group: any group of this rank. None: the latest group of `init`.
+
+    Raises:
+        InvalidArgument: `group` is no group.
     """
     found = _provided.get() if group is None else check_group(group)
     recorder = found.backend.flight_recorder if found is not None else next(iter(_latest), None)

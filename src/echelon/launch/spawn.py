@@ -127,6 +127,9 @@ class RankPool:
         Args:
             fn, world_size, args, backend, timeout: as of `run`. `args` is a sequence.
             is_limited: whether `timeout` is for the whole of `fn`, too.
+
+        Raises:
+            InvalidWorldSize, LaunchError, Timeout, PeerFailed, Exception: as `run`.
         """
         check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
         timeout = check_default_timeout(timeout, LaunchError)

@@ -38,7 +38,11 @@ class RankFilter(logging.Filter):
         self._ranks = None if ranks is None else frozenset(ranks)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Sets the fields of a record. Returns whether it passes."""
+        """Sets the fields of a record. Returns whether it passes.
+
+        Raises:
+            LaunchError, InvalidWorldSize, InvalidRank: there is no group, and variables of a launcher are wrong.
+        """
         group = self._group if self._group is not None else current_group()
         if group is not None:
             rank, world_size = group.rank, group.world_size

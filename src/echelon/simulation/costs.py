@@ -24,8 +24,13 @@ class Measured:
     """Measured costs: the CPU time of the rank's thread here, times `factor`.
 
     A rank has one core: its main thread and those of its asynchronous operations compute one at a time.
-    `Simulation.measurements` has the figures; a simulation with them as costs repeats
-    exactly.
+    `Simulation.measurements` has the figures; a simulation with them as costs repeats exactly.
+
+    Args:
+        factor: above 0; 2 takes twice as long as here.
+
+    Raises:
+        LaunchError: `factor` is not above 0.
     """
 
     factor: float = 1.0

@@ -22,6 +22,9 @@ class Kill:
         at: time of death, virtual seconds.
         at_op: number of the send or receive at which it dies, from 1, instead of a time. Sends and receives inside of
             collectives count, too.
+
+    Raises:
+        LaunchError: not one of `at` and `at_op`, seconds below 0, or a number of a message below 1.
     """
 
     rank: int
@@ -45,6 +48,9 @@ class Slow:
     Args:
         rank: the rank.
         factor: above 0; 2 takes twice as long.
+
+    Raises:
+        LaunchError: `factor` is not above 0.
     """
 
     rank: int
@@ -66,6 +72,9 @@ class NetworkPartition:
     Args:
         left, right: the two sets of ranks, without a common one.
         start, end: virtual seconds between which messages are blocked.
+
+    Raises:
+        LaunchError: a set is empty, both have a common rank, or `end` does not come after `start`.
     """
 
     left: Collection[int]
@@ -101,6 +110,9 @@ class Delay:
         seconds: how much later messages arrive, above 0.
         src, dst: ranks of the sender and the receiver. None: any.
         start, end: virtual seconds between which messages leave.
+
+    Raises:
+        LaunchError: `seconds` is not above 0, or `end` does not come after `start`.
     """
 
     seconds: float
@@ -131,6 +143,9 @@ class Pause:
     Args:
         rank: the rank.
         start, end: virtual seconds.
+
+    Raises:
+        LaunchError: `end` does not come after `start`, or `start` is below 0.
     """
 
     rank: int

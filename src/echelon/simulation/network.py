@@ -221,6 +221,9 @@ class Network:
 
         Args:
             src, dst: ranks of the sender and the receiver.
+
+        Raises:
+            IndexError: a rank that is on none of `hosts`.
         """
         hosts = self._host_of
         if not hosts or hosts[src] != hosts[dst]:

@@ -50,6 +50,10 @@ def ranks_in_threads(make_world: Callable[[int], Sequence[Backend]]) -> RunRanks
 
     Args:
         make_world: makes a fresh world of the given size and returns its backends by rank.
+
+    Raises:
+        Exception: in the runner: the first error of any rank.
+        AssertionError: in the runner: a rank still blocks after 40 s.
     """
 
     def run(world_size: int, act: Act) -> list[object]:
@@ -88,6 +92,9 @@ def simulated_ranks(
 
     Args:
         seed, network, collectives: as of `echelon.simulate`.
+
+    Raises:
+        Exception: in the runner: as of `echelon.simulate`.
     """
 
     def run(world_size: int, act: Act) -> list[object]:

@@ -44,6 +44,9 @@ def goal_of(operation: str, plan: Plan, root: int = 0) -> Goal:
         operation: one of `algorithms.OPERATIONS`.
         plan: the plan, for its ranks and chunks.
         root: rank that sends or gets the tensor, where there is one.
+
+    Raises:
+        KeyError: `operation` is none of them.
     """
     return _GOALS[operation](plan.num_ranks, plan.num_chunks, root)
 

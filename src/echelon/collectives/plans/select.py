@@ -61,6 +61,9 @@ class Rule(NamedTuple):
             operation: the collective.
             num_bytes: bytes of its tensor. Ignored unless `operation` is in `SIZED`.
             hosts: number of each rank's host.
+
+        Raises:
+            PlanError: the operation has no algorithm of this name.
         """
         return (
             len(hosts) >= self.ranks
