@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,17 @@ def test_names_for_the_library_s_own_use_are_not_in_the_reference(tools):
 def test_a_name_is_in_the_reference_once(tools):
     listed = [name for names in tools["api_pages"].contents().values() for name in names]
     assert len(set(listed)) == len(listed)
+
+
+def test_a_page_begins_with_the_names_that_users_call_first(tools):
+    found = tools["api_pages"].pages()
+    assert found["reference/echelon.md"].count("\n::: ") > 5
+    first = {name: text.partition("\n::: ")[2].split()[0] for name, text in found.items() if "\n::: " in text}
+    assert first["reference/echelon.md"] == "echelon.init"
+    assert first["reference/echelon_pipeline.md"] == "echelon.pipeline.Pipeline"
+    assert first["reference/echelon_testing.md"] == "echelon.testing.check_backend"
+    short = {full.rpartition(".")[2] for names in tools["api_pages"].contents().values() for full in names}
+    assert set(tools["api_pages"].FIRST) <= short
 
 
 def test_every_command_and_option_is_on_its_page(tools):
@@ -143,6 +156,18 @@ def test_every_public_name_has_an_anchor_on_the_site(site, tools):
     anchors = {line.split()[0] for line in lines}
     for names in tools["api_pages"].contents().values():
         assert set(names) <= anchors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_each_page_has_a_title_of_its_own_and_each_anchor_is_there_once(site):
+    titles = Counter()
+    for page in site.pages:
+        text = (site.folder / page / "index.html").read_text(encoding="utf-8")
+        titles[re.search(r"<title>(.*?)</title>", text, re.DOTALL)[1]] += 1
+        anchors = Counter(re.findall(r'<[^<>]* id="([^"]*)"', text))
+        assert [anchor for anchor, count in anchors.items() if count > 1] == [], page
+    assert [title for title, count in titles.items() if count > 1] == []
 
 
 @pytest.mark.slow

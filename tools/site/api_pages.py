@@ -102,6 +102,24 @@ MEMBERS = {
     ),
 }
 """Members that are shown of a class that has others for Echelon's own use."""
+FIRST = (
+    "init",
+    "ProcessGroup",
+    "spawn",
+    "DistributedDataParallel",
+    "DDP",
+    "Pipeline",
+    "split",
+    "build",
+    "recommend",
+    "Store",
+    "simulate",
+    "explore",
+    "foresee",
+    "check_backend",
+    "simulated",
+)
+"""Names that users call first. They begin their pages, in this order."""
 
 
 def modules() -> dict[str, Module]:
@@ -188,8 +206,13 @@ def _entry(name: str) -> str:
 
 
 def _sorted(names: list[str]) -> list[str]:
-    """Returns functions before classes, as they are called first."""
-    return sorted(names, key=lambda name: (name.rpartition(".")[2][0].isupper(), name.lower()))
+    """Returns the names that users call first before all others, then functions, then classes."""
+
+    def place(name: str) -> tuple[int, bool, str]:
+        short = name.rpartition(".")[2]
+        return FIRST.index(short) if short in FIRST else len(FIRST), short[0].isupper(), short.lower()
+
+    return sorted(names, key=place)
 
 
 def _index(on_page: dict[str, list[str]]) -> str:

@@ -31,6 +31,8 @@ def repository_url() -> str:
 
 
 REPOSITORY = Repository(ROOT, repository_url())
+PARTS = {"reference/": "API reference", "benchmarks/": "measurements"}
+"""Ends of titles of pages whose name in the menu is that of a guide as well, by folder."""
 _NOT_SEARCHED = ("benchmarks/", "decisions/2026", "project/changelog", "source/")
 """Pages that the search leaves out: notes and tables would stand before the pages that answer a question."""
 
@@ -66,8 +68,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files of the repository into links of the site, and keeps notes out of the search."""
+    """Turns links to files of the repository into links of the site. Sets titles, and keeps notes out of the search."""
     del config
+    for folder, part in PARTS.items():
+        if page.file.src_uri.startswith(folder) and page.file.src_uri != f"{folder}index.md":
+            page.meta["title"] = f"{page.title}, {part}"
     if page.file.src_uri.startswith(_NOT_SEARCHED):
         page.meta["search"] = {"exclude": True}
 

@@ -141,8 +141,9 @@ class Messages(ABC):
             note: this rank's operation, at most 1024 bytes of UTF-8; compared with the receiver's.
 
         Raises:
-            InvalidRank, SelfSend, Closed, UnsupportedOp, SizeMismatch (of the tag): at once. Everything else comes
-            from `Work.wait`.
+            InvalidRank, SelfSend, Closed, UnsupportedOp: at once.
+            SizeMismatch: the tag is outside its range; at once.
+            PeerFailed, Timeout: from `Work.wait`.
         """
 
     @abstractmethod
@@ -171,9 +172,11 @@ class Messages(ABC):
                 withdrawn or fails in the middle leaves `out` half combined.
 
         Raises:
-            InvalidRank, SelfSend, Closed, UnsupportedOp: at once. From `Work.wait`: SizeMismatch if the message does
-            not fit `out`, CollectiveMismatch if the notes differ (in both cases the message is dropped and the
-            connection stays usable), PeerFailed, Timeout.
+            InvalidRank, SelfSend, Closed, UnsupportedOp: at once.
+            SizeMismatch: the tag is outside its range, at once; or from `Work.wait`: the message does not fit `out`.
+                It is dropped, and the connection stays usable.
+            CollectiveMismatch: from `Work.wait`: the notes differ. The message is dropped, as above.
+            PeerFailed, Timeout: from `Work.wait`.
         """
 
     @abstractmethod
@@ -190,9 +193,11 @@ class Messages(ABC):
             note: as in `irecv`.
 
         Raises:
-            InvalidRank, SelfSend, Closed: at once. From `Work.wait`: PeerFailed if a source died, in one receive for
-            each death and context, so that the messages of the others can still be received; a source that closed in
-            good order is only missed when none is left. CollectiveMismatch, Timeout as in `irecv`.
+            InvalidRank, SelfSend, Closed: at once.
+            PeerFailed: from `Work.wait`: a source died. One receive for each death and context raises it, so that the
+                messages of the others can still be received. A source that closed in good order is only missed when
+                none is left.
+            CollectiveMismatch, Timeout: as in `irecv`.
         """
 
     @abstractmethod
