@@ -206,11 +206,47 @@ def test_run_says_what_it_starts(capfd, tmp_path):
     assert alone.startswith(
         "echelon: note: no rank seems to have joined a group, so each of them ran the whole program by itself"
     )
-    assert line.endswith(" each, backend auto")
+    assert line.endswith(" each, backend auto (shared memory)")
     assert main(["run", "-q", "-n", "2", str(script), "fail"]) == 3
     err = capfd.readouterr().err
     assert "all 2 ranks failed alike: each exited with status 3\n" in err
     assert "joined" not in err
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "obstacle", "said"),
+    [
+        ("", 2, "", "auto (shared memory)"),
+        ("auto", 2, "no library", "auto (TCP)"),
+        ("", 1, "", "auto"),
+        ("shm", 2, "", "shm"),
+        ("gloo", 2, "no library", "gloo"),
+    ],
+)
+def test_run_says_which_backend_auto_becomes(capfd, monkeypatch, tmp_path, backend, num_ranks, obstacle, said):
+    monkeypatch.setattr("echelon.launch.backends.obstacle", lambda: obstacle)
+    monkeypatch.setenv("ECHELON_BACKEND", backend)
+    script = tmp_path / "nothing.py"
+    script.write_text("")
+    assert main(["run", "-n", str(num_ranks), str(script)]) == 0
+    assert capfd.readouterr().err.splitlines()[0].endswith(f" each, backend {said}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("native", "name", "said"), [("1", "shm", "shared memory"), ("0", "tcp", "TCP")])
+def test_auto_becomes_the_backend_that_run_says(tmp_path, native, name, said):
+    script = tmp_path / "name.py"
+    script.write_text("import echelon\nprint(echelon.init(timeout=30).backend.name)\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "echelon", "run", "-n", "2", str(script)],
+        env=os.environ | {"ECHELON_NATIVE": native},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert sorted(ended.stdout.splitlines()) == [f"[0] {name}", f"[1] {name}"], ended.stderr
+    assert ended.stderr.splitlines()[0].endswith(f", backend auto ({said})")
 
 
 def test_warnings_that_another_rank_has_written_are_left_out():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from echelon.backends.shared.memory.support import obstacle
 from echelon.backends.torch_distributed.engines import ENGINES
 
 if TYPE_CHECKING:
@@ -55,3 +56,13 @@ NAMES = (*OPENERS, "simulated")
 
 OWN_NAMES = tuple(name for name in OPENERS if name not in ENGINES)
 """Backends that torch.distributed does not have itself."""
+
+
+def on_this_host(name: str, num_ranks: int) -> str:
+    """Returns the name of a backend, and in brackets the one that "auto" becomes if this host has all ranks.
+
+    Without brackets for a rank alone, which sends nothing.
+    """
+    if name != "auto" or num_ranks < 2:
+        return name
+    return "auto (TCP)" if obstacle() else "auto (shared memory)"

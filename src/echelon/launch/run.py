@@ -31,6 +31,7 @@ from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch import report, whereabouts
 from echelon.launch.advice import advice_on_last_words
 from echelon.launch.at_start import sitecustomize as at_start
+from echelon.launch.backends import on_this_host
 from echelon.launch.environment import on_one_host, without_launcher
 from echelon.launch.output import Console, MarkedStream
 from echelon.launch.report import (
@@ -146,7 +147,7 @@ def _started(program: Program, environs: Sequence[Mapping[str, str]]) -> str:
     """Returns a line on a job: ranks, threads, backend and program."""
     threads = environs[0]["OMP_NUM_THREADS"]
     # The program may choose another one by init(backend=).
-    backend = environs[0].get("ECHELON_BACKEND") or "auto"
+    backend = on_this_host(environs[0].get("ECHELON_BACKEND") or "auto", len(environs))
     per_rank = f"{threads} thread{'' if threads == '1' else 's'} each"
     return f"starting {counted(len(environs), 'rank')} of {program.name}, {per_rank}, backend {backend}"
 
