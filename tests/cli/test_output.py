@@ -16,7 +16,9 @@ import pytest
 from rich.console import Console
 
 from echelon.cli import main
+from echelon.cli.completion import NETWORKS
 from echelon.cli.output import AboveProgress, WarnedOnce, print_table, working
+from echelon.simulation import PRESETS
 from tests.helpers.commands import printed
 
 ROWS = [("name", "time", "text"), ("a", "1.5", "some words that are too long for a narrow terminal"), ("b", "2", "")]
@@ -177,18 +179,52 @@ def test_env_has_versions_and_no_secret(capsys, monkeypatch):
     assert os.uname().nodename not in values.values()
 
 
-@pytest.mark.parametrize(("words", "completed"), [("echelon pl", "plan"), ("echelon plan --comp", "--compare")])
-def test_the_shell_completes_commands_and_options(words, completed):
-    environ = {
-        **os.environ,
-        "_ECHELON_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(words.count(" ")),
-    }
-    ended = subprocess.run(
-        [sys.executable, "-m", "echelon"], env=environ, capture_output=True, text=True, timeout=30, check=False
-    )
-    assert ended.stdout.split() == [completed], ended.stderr
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("pl", "plan"),
+        ("plan --comp", "--compare"),
+        ("plan all-reduce --algo", "--algorithm"),
+        ("plan zb", "zb-h1 zb-h2 zb-v"),
+        ("plan all", "all-reduce all-gather all-to-all"),
+        ("bench all", "all_reduce all_gather all_to_all"),
+        ("plan all-to-all --algorithm ", "pairwise bruck"),
+        ("bench all_to_all --algorithm b", "bruck"),
+        ("bench --algorithm br", "bruck"),
+        ("bench all_reduce --backend s", "shm simulated"),
+        ("tune --backend ", "tcp simulated"),
+        ("tune --network 10", "10GbE 100GbE"),
+        ("simulate --network lo", "loopback"),
+        ("foresee --network infiniband-4", "infiniband-400g"),
+        ("foresee --gpu a100-4", "a100-40g"),
+    ],
+)
+def test_the_shell_completes(capsys, monkeypatch, words, completed):
+    complete(monkeypatch, words)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == completed.split()
+
+
+def complete(monkeypatch, words):
+    """Sets the variables by which Bash asks for completion of the last word."""
+    monkeypatch.setenv("_ECHELON_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"echelon {words}")
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ") + 1))
+
+
+def test_completion_does_not_wait_for_torch(monkeypatch):
+    """A shell starts a process for each TAB."""
+    complete(monkeypatch, "foresee --gpu a100-4")
+    code = "import sys\nfrom echelon.cli import main\ntry:\n    main([])\nfinally:\n    print(*sys.modules)\n"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    completed, modules = ended.stdout.splitlines()
+    assert completed == "a100-40g"
+    assert not {"torch", "numpy"} & set(modules.split())
+
+
+def test_completion_knows_every_network():
+    assert tuple(PRESETS) == NETWORKS
 
 
 def test_help_says_the_exit_statuses(capsys):

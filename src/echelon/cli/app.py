@@ -10,6 +10,7 @@ from importlib.metadata import version as version_of
 from typing import Annotated, Any, NamedTuple, cast
 
 import typer
+from typer.core import TyperGroup
 
 from echelon._torch_versions import UnsupportedTorch
 from echelon.cli import checkpoint, ended_by_sigint
@@ -59,8 +60,18 @@ class _App(typer.Typer):
         return add
 
 
+class _Group(TyperGroup):
+    """Commands, of which `plan` has two sets of options: its first word decides."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if is_asked_for(args):
+            return args[0], typer.main.get_command(collectives), args[1:]
+        return super().resolve_command(ctx, args)
+
+
 app = _App(
     name="echelon",
+    cls=_Group,
     help="Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.",
     epilog=_STATUSES,
     **_SETTINGS,
@@ -233,13 +244,9 @@ def _command_of(error: Any, words: Sequence[str]) -> str:
 def run_app(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit status. Errors of the user become one line on stderr."""
     # standalone_mode=False: typer would print errors in several lines and end the process itself.
-    of_collective = False
+    arguments = list(arguments)
     try:
-        # `plan` has two sets of options, so the first word decides before typer parses.
-        if of_collective := is_asked_for(arguments := list(arguments)):
-            result = collectives(arguments[1:], prog_name="echelon plan", standalone_mode=False)
-        else:
-            result = app(arguments or ["--help"], prog_name="echelon", standalone_mode=False)
+        result = app(arguments or ["--help"], prog_name="echelon", standalone_mode=False)
     except (EchelonError, UnsupportedTorch) as error:
         print(f"echelon: {error}", file=sys.stderr)
         # 2 for a wrong argument, as typer's own errors; 1 for a failure of the run.
@@ -247,7 +254,7 @@ def run_app(arguments: Sequence[str]) -> int:
     except _UsageError as error:
         message = _unknown_option(error) or _unknown_command(error, arguments) or _bad_number(error, arguments)
         message = message or error.format_message().rstrip(".")
-        of_command = _command_of(error, arguments) + " all-reduce" * of_collective
+        of_command = _command_of(error, arguments) + " all-reduce" * is_asked_for(arguments)
         see = " See" if message.endswith("?") else ": see"
         print(f"echelon: {message}{see} `{of_command} --help`", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ import typer
 from typer.models import OptionInfo
 
 from echelon.arguments import check_writable
+from echelon.cli.completion import completed
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.cost import Amount
 from echelon.timeline.timeline import Time
@@ -45,7 +46,7 @@ def command(function: Callable[[_Options], int | None]) -> Callable[..., int | N
 
     run.__doc__ = function.__doc__
     # typer knows no dataclasses, but it reads this signature instead of that of `run`.
-    run.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+    run.__signature__ = completed(inspect.signature(options, eval_str=True))  # type: ignore[attr-defined]
     return run
 
 
