@@ -126,6 +126,10 @@ def test_too_little_memory_is_a_problem_with_lines():
     assert problem.kind == "out of memory"
     assert "test_foresee.py:" in problem.text
     assert seen.live_memory[0] >= 4 * 4 * 65536**2
+    assert "39.4. Shard parameters and optimizer state over more ranks. The largest tensors then:\n" in problem.text
+    # One line for each, without the tiny ones: the batch and its result.
+    sizes = [line.split()[0] for line in problem.text.splitlines()[1:]]
+    assert sizes == ["32.00", "16.00", "16.00", "16.00"]
 
 
 def adds(backend, choose):

@@ -18,7 +18,6 @@ from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
 from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_json, working, write, write_files
 from echelon.cli.run import above_progress, console, tell
 from echelon.errors import InvalidWorldSize, LaunchError
-from echelon.foresight.trace import Kernel
 from echelon.launch.output import Console
 from echelon.launch.run import Program
 from echelon.wording import counted
@@ -201,9 +200,11 @@ def _foresee(options: ForeseeOptions, shown: Console, stdout: TextIO) -> int:
 
 def _cures(program: Program, seen: Foreseen) -> list[str]:
     """Returns arguments of the script that may make it fit, as phrases."""
-    entries = (entry for trace in seen.traces.values() for entry in trace.entries)
-    recomputes = any(isinstance(entry, Kernel) and entry.phase == "recompute" for entry in entries)
-    recompute = "" if program.is_module or recomputes else recompute_option(program.name)
+    advice = seen.advice
+    # A single tensor may be the batch itself.
+    if not (advice.smaller_batch or advice.smaller_tensor):
+        return []
+    recompute = recompute_option(program.name) if advice.checkpointing and not program.is_module else ""
     return cures(program.args, seen.memory.fitting_share, recompute)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from echelon.arguments import check_path, check_world_size, is_amount, is_count, refuse_others, shown, writing
 from echelon.errors import InvalidArgument, LaunchError
+from echelon.foresight.advice import Advice, advice_on
 from echelon.foresight.calibrate import load, this_machine
 from echelon.foresight.check import Problem, check
 from echelon.foresight.measure import measured
@@ -48,7 +49,9 @@ _GIB = 1 << 30
 _MOST_AT_ONCE = 8
 """Most ranks that are timed at once with real tensors, as ranks of one host share its processors and its memory."""
 _LISTED = 8
-"""Storages that a report of too little memory lists."""
+"""Lines of tensors that a report of too little memory has."""
+_LEAST_LISTED = 0.005
+"""Least size of such a line, by that of the largest one. Less would read 0.00 GiB."""
 _LEAST_EXPOSED = 0.02
 """Least exposed share of a step whose communication is worth hiding. Below it the kernels are tried instead."""
 _IDEALS = {
@@ -173,10 +176,13 @@ class Foreseen:
         """Problems that do not keep the program from running, and too little memory."""
         if self.fits:
             return list(self.found)
-        fullest = self.memory.fullest
-        others = sum(not memory.fits for memory in self.memory.values()) - 1
-        too = f" ({others} other role{'s do' if others > 1 else ' does'} not fit either)" if others else ""
-        return [Problem("out of memory", self._too_little(fullest) + too), *self.found]
+        return [Problem("out of memory", self._too_little(self.memory.fullest)), *self.found]
+
+    @cached_property
+    def advice(self) -> Advice:
+        """Changes that may make the fullest role fit."""
+        rank = self.memory.fullest
+        return advice_on(self.memory[rank], self.traces[rank], self.device.memory_bytes)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -346,18 +352,16 @@ class Foreseen:
         return sorted(named, key=lambda item: -item[1])
 
     def _too_little(self, rank: int) -> str:
-        """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""
-        memory = self.memory[rank]
-        # Less would read 0.0.
-        kinds = ", ".join(
-            f"{kind} {size / _GIB:.1f}" for kind, size in memory.kinds_at_peak.items() if size > _GIB // 20
-        )
-        lines = "; ".join(f"{size / _GIB:.2f} GiB {where}" for where, size in self.largest_at_peak(rank)[:_LISTED])
-        return (
+        """Returns the text for a rank that does not fit: advice, and a line for each of the largest tensors."""
+        memory, largest = self.memory[rank], self.largest_at_peak(rank)[:_LISTED]
+        worth = [(where, size) for where, size in largest if size >= _LEAST_LISTED * largest[0][1]]
+        others = sum(not each.fits for each in self.memory.values()) - 1
+        too = f" ({others} other role{'s do' if others > 1 else ' does'} not fit either)" if others else ""
+        head = (
             f"rank {rank} needs at least {memory.needed_peak / _GIB:.1f} GiB, {with_article(self.device.name)} has "
-            f"{self.device.memory_bytes / _GIB:.1f}: tensors at the peak in GiB: {kinds}; the largest: {lines}: use a "
-            "smaller batch, activation checkpointing, or more ranks"
+            f"{self.device.memory_bytes / _GIB:.1f}{too}. {self.advice}. The largest tensors then:"
         )
+        return "\n".join((head, *(f"  {size / _GIB:.2f} GiB {where}" for where, size in worth)))
 
     def __str__(self) -> str:
         return str(self.report())
