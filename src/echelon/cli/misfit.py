@@ -14,6 +14,11 @@ _NO_SIZE = re.compile("batches|norm|every|freq|log|val|test")
 """Words in names of other numbers than the size of a training batch. Fewer microbatches are larger ones."""
 _RECOMPUTES = re.compile(r"--(?!no[_-]|.*(?:async|disable|resume|skip))[\w-]*(?:recompute|checkpointing|remat)[\w-]*")
 """Option that turns on activation checkpointing. "--checkpoint" alone stores the model."""
+_HELPS = re.compile(
+    r"(?<!no )(?<!without )\b(?:(?:activation|gradient|selective)[ -]checkpoint|recomput|rematerial)", re.IGNORECASE
+)
+"""Help of such an option with another name, as "--ac"."""
+_NEGATES = re.compile(r"\b(?:disables?|skips?|turns? off|switch(?:es)? off|do(?:es)? not|don't|never)\b", re.IGNORECASE)
 _LEFT = 0.75, 0.5, 0.25
 """Parts of a batch that are tried with activation checkpointing, whose memory is not known."""
 
@@ -56,7 +61,7 @@ def recompute_option(path: str) -> str:
     """Returns the flag of a script that turns on activation checkpointing, as "--recompute". Empty if none is found.
 
     Args:
-        path: file whose calls of argparse's `add_argument` are read.
+        path: file whose calls of argparse's `add_argument` are read. The flag is known by its name or its help.
     """
     try:
         with open(path, "rb") as file:
@@ -72,7 +77,11 @@ def _recompute_flags(tree: ast.AST) -> Iterator[str]:
         actions = [ast.unparse(each.value) for each in call.keywords if each.arg == "action"]
         if call.func.attr == "add_argument" and any("store_true" in each or "BooleanOpt" in each for each in actions):
             names = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            texts = [each.value for each in call.keywords if each.arg == "help"]
+            help_text = next((text.value for text in texts if isinstance(text, ast.Constant)), "")
             yield from filter(_RECOMPUTES.fullmatch, names)
+            if isinstance(help_text, str) and _HELPS.search(help_text) and not _NEGATES.search(help_text):
+                yield from (name for name in names if name.startswith("--") and not name.startswith("--no-"))
 
 
 def _batches(arguments: Sequence[str]) -> Iterator[_Batch]:
