@@ -13,7 +13,7 @@ import pytest
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.play.player import play
-from echelon.foresight.report import _MOST_EXPOSED, ACCURACY, LAYOUTS, WIDTH, Report
+from echelon.foresight.report import _MOST_EXPOSED, ACCURACY, LAYOUTS, WIDTH, Report, accuracy_text
 from tests.helpers.traces import LINKS, PLAIN, Step
 
 GIB = 1 << 30
@@ -131,23 +131,41 @@ def test_a_report_without_forecasts_has_no_empty_list_of_them(step):
     assert "what if" not in str(report(step))
 
 
+def product(times, flops=10**15, dtype="bfloat16"):
+    """Returns the arguments of a matrix product of `times` as many operations."""
+    shape = (1, times * flops // 2**27, 2**13, 2**13)
+    return {"flops": times * flops, "dtype": dtype, "kind": "matmul", "shape": shape}
+
+
 def like_published(dtype="bfloat16", num_bytes=0, flops=10**15):
-    product = {"kind": "matmul", "shape": (1, flops // 2**27, 2**13, 2**13)}
-    step = Step(groups=((0, 1),)).kernel(1, flops=flops, dtype=dtype, **product)
+    step = Step(groups=((0, 1),)).kernel(1, **product(1, flops, dtype))
     return report(step.collective(1, num_bytes).wait(1) if num_bytes else step, DEVICES["h100"])
 
 
 def test_a_step_like_the_published_ones_names_their_errors():
     known = like_published()
     assert f"on {ACCURACY['h100'].num_rows} published steps with FSDP" in " ".join(str(known).split())
+    assert "as more than" not in str(known)
     assert known.band == "+- 5%"
 
 
 def test_a_step_that_mostly_communicates_has_the_errors_of_such_steps():
     known = like_published(num_bytes=400 * GIB)
     assert known.played.seconds > LAYOUTS.shortest
-    assert f"on {LAYOUTS.num_rows} published steps of A100 in float16" in " ".join(str(known).split())
+    text = " ".join(str(known).split())
+    assert f"on {LAYOUTS.num_rows} published steps of A100 in float16" in text
+    assert "9 of 10 within 12%, as more than 7% of this step is exposed communication. Constants" in text
     assert known.band == "+- 12%"
+
+
+def test_a_step_that_mostly_waits_says_so():
+    def steps():
+        for rank in (0, 1):
+            step = Step(rank, groups=((0, 1),)).kernel(1, **product(1 + rank))
+            yield rank, step.collective(1, 8).wait(1).kernel(1, **product(2 - rank)).trace()
+
+    known = Report(play(dict(steps()), [0, 1, 0, 1], DEVICES["h100"], LINKS))
+    assert "as more than 7% of this step is exposed communication and waiting for ranks" in accuracy_text(known.played)
 
 
 @pytest.mark.parametrize(

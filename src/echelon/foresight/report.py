@@ -317,8 +317,17 @@ def accuracy_of(played: Played) -> Accuracy | None:
     accuracy = ACCURACY.get(played.device.name)
     if accuracy is None:
         return None
+    return LAYOUTS if _most_waiting(played) else accuracy
+
+
+def _most_waiting(played: Played) -> str:
+    """Returns the name of communication or waiting that takes more of a step than in those with FSDP. Empty if none."""
     shares = max(played.roles.values(), key=lambda role: role.seconds).shares
-    return LAYOUTS if max(shares.exposed + shares.waiting, played.bubble) > _MOST_EXPOSED else accuracy
+    if max(shares.exposed + shares.waiting, played.bubble) <= _MOST_EXPOSED:
+        return ""
+    if shares.exposed > _MOST_EXPOSED:
+        return "exposed communication"
+    return "bubble" if played.bubble > _MOST_EXPOSED else "exposed communication and waiting for ranks"
 
 
 def unlike(played: Played, accuracy: Accuracy) -> str:
@@ -355,10 +364,12 @@ def accuracy_text(played: Played) -> str:
     if accuracy is None:
         return "not compared with published runs on this device"
     reason = unlike(played, accuracy)
+    waiting = _most_waiting(played)
+    why = f", as more than {_MOST_EXPOSED:.0%} of this step is {waiting}" if waiting else ""
     return (
         f"median error {accuracy.median:.1%} on {accuracy.num_rows} published steps {accuracy.programs} that were "
-        f"not fitted, 9 of 10 within {accuracy.largest_of_nine_in_ten:.0%}. Constants fitted on {accuracy.fitted}. See "
-        f"benchmarks/foresee.{f' This step is like none of them ({reason}): expect a larger error.' if reason else ''}"
+        f"not fitted, 9 of 10 within {accuracy.largest_of_nine_in_ten:.0%}{why}. Constants fitted on {accuracy.fitted}. "
+        f"See benchmarks/foresee.{f' This step is like none of them ({reason}): expect a larger error.' if reason else ''}"
     )
 
 
