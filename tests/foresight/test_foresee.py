@@ -4,6 +4,7 @@ import importlib
 import json
 import pkgutil
 import re
+import sys
 import warnings
 
 import pytest
@@ -15,6 +16,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import echelon
 from echelon import InvalidArgument, InvalidWorldSize, LaunchError
 from echelon.cli import main as command
+from echelon.cli.foresee import ForeseeOptions
+from echelon.cli.foresee import foresee as foresee_command
 from echelon.foresight.play.devices import device_named
 from tests.foresight import programs
 
@@ -273,6 +276,22 @@ def test_command(script, capfd):
     page = (script.parent / "report.html").read_text()
     assert "<h1>train.py</h1>" in page
     assert "<h2>Skipped</h2><ul><li>torch.save at train.py:19</li></ul>" in page
+
+
+def test_an_unknown_gpu_is_refused_with_the_options():
+    # Before torch is imported, which takes ten seconds on a busy machine.
+    with pytest.raises(LaunchError, match="gpu='v100': use one of a100,"):
+        ForeseeOptions("train.py", num_ranks=1, gpu="v100").check()
+    ForeseeOptions("train.py", num_ranks=1, gpu="H200").check()
+    ForeseeOptions("train.py", num_ranks=1, gpu="mine.json").check()
+
+
+def test_a_single_rank_is_foreseen_in_the_singular(script, monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys.modules[ForeseeOptions.__module__], "working", lambda what, **_: shown.append(what))
+    with pytest.raises(TypeError):  # no context manager: the command ends here
+        foresee_command(ForeseeOptions("train.py", num_ranks=1))
+    assert shown == ["foreseeing 1 rank"]
 
 
 def test_a_failure_is_json_too(script, capfd):

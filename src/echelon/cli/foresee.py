@@ -18,6 +18,7 @@ from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
 from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_json, working, write, write_files
 from echelon.cli.run import above_progress, console, tell
 from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.foresight.play.devices import device_named
 from echelon.launch.output import Console
 from echelon.launch.run import Program
 from echelon.wording import counted
@@ -103,6 +104,8 @@ class ForeseeOptions:
                 f"--gpu {self.gpu}: give one GPU; foresee the script once for each, or in Python play it again by "
                 "foresee(...).on(gpu=...)"
             )
+        if not self.gpu.endswith(".json"):
+            device_named(self.gpu)  # before torch is imported, which takes seconds
         if self.steps < 1:
             raise LaunchError(f"--steps {self.steps}: give at least 1")
         if self.tokens is not None and self.tokens < 1:
@@ -164,7 +167,8 @@ def _foresee(options: ForeseeOptions, shown: Console, stdout: TextIO) -> int:
     of_script = above_progress(replace(shown, stdout=cast("BinaryIO", printed), stderr=cast("BinaryIO", warned)))
     try:
         # Those of a sweep, and other programs, ask for JSON: lines of time would stand among the errors they read.
-        with working(f"foreseeing {options.num_ranks} ranks", plain_after=None if options.json else 10.0):
+        what = f"foreseeing {counted(options.num_ranks, 'rank')}"
+        with working(what, plain_after=None if options.json else 10.0):
             # Late: it imports torch, which takes seconds that `--help` need not wait.
             from echelon.foresight.run import foresee_script
 
