@@ -99,6 +99,7 @@ def test_a_step_that_does_not_fit_says_so(step):
     small = report(step, replace(PLAIN, memory_bytes=GIB // 2))
     assert not small.fits
     assert "DOES NOT FIT into" in str(small)
+    assert "times that the allocator emptied its cache     1" in str(small)
 
 
 def test_a_tiny_step_names_the_memory_of_the_gpu_in_gib():
@@ -125,6 +126,18 @@ def test_a_step_says_which_memory_is_not_counted_and_that_it_fits_narrowly(step)
     small = report(step, replace(PLAIN, memory_bytes=GIB // 2))
     assert (small.fits_narrowly, small.verdict) == (False, "does not fit")
     assert "not counted" not in str(report(step, replace(PLAIN, is_synchronous=True)))
+
+
+@pytest.mark.parametrize(("stream", "times"), [(1, "2 times a step"), (0, "at first")])
+def test_a_step_that_fits_narrowly_by_its_cache_empties_it(stream, times):
+    # The allocator keeps a block of 1 GiB and one of 1.1, of which tensors need one at a time.
+    step = Step().allocate(1, GIB).free(1).allocate(2, GIB + GIB // 10, stream=stream).free(2).kernel(1)
+    known = report(step, replace(PLAIN, memory_bytes=2 * GIB + GIB // 5))
+    assert (known.verdict, known.memory.retries_beside_uncounted is None) == ("fits narrowly", False)
+    assert "need about 0.5 GiB: tensors leave" in known.narrow_text
+    assert known.narrow_text.endswith(
+        f"so a real run should empty the allocator's cache ({times}), which takes time, rather than run out of memory"
+    )
 
 
 def test_a_report_without_forecasts_has_no_empty_list_of_them(step):

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.errors import LaunchError
-from echelon.foresight.play.allocator import Memory
+from echelon.foresight.play.allocator import Memory, memory_of
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.trace import Allocate, Collective, Free, MemoryKind, Message
 from echelon.timeline.palette import COLORS, THEMES, Tone
@@ -141,6 +141,21 @@ class MemoryCurves(Mapping[int, Memory]):
     def fits_narrowly(self) -> bool:
         """Whether every rank fits, and one of them leaves less room than the memory that is not counted needs."""
         return self.fits and self.left(self.tightest) < self.uncounted(self.tightest)
+
+    @cached_property
+    def retries_beside_uncounted(self) -> int | None:
+        """Most times in a step that a rank empties its cache, beside CUDA's context and NCCL's buffers.
+
+        None if a rank does not fit then. 0 if all have more room than that.
+        """
+        limit, retries = self.played.device.memory_bytes, 0
+        for rank in self:
+            if self.left(rank) < self.uncounted(rank):
+                memory = memory_of(self.played.roles[rank].program.trace, limit - self.uncounted(rank))
+                if not memory.fits:
+                    return None
+                retries = max(retries, memory.retries)
+        return retries
 
     @property
     def fitting_share(self) -> float:

@@ -276,7 +276,7 @@ class Report:
         if memory.host_peak >= unit / 10:
             table.add_row("tensors on the CPU, of all ranks of a host", f"{max(self.memory.of_hosts) / unit:.2f}")
         if memory.retries:
-            table.add_row("requests that found the device full", str(memory.retries))
+            table.add_row("times that the allocator emptied its cache", str(memory.retries))
         return table
 
     def _notes(self) -> RenderableType:
@@ -300,9 +300,19 @@ class Report:
         """Sentence on a step that fits narrowly."""
         rank = self.memory.tightest
         left, uncounted = (size_text(size) for size in (self.memory.left(rank), self.memory.uncounted(rank)))
+        retries = self.memory.retries_beside_uncounted
+        if retries is None:
+            outlook = "a real run may run out of memory"
+        else:
+            room = size_text(self.played.device.memory_bytes - self.memory[rank].live_peak)
+            times = f"{counted(retries, 'time')} a step" if retries else "at first"
+            outlook = (
+                f"tensors leave {room}, so a real run should empty the allocator's cache ({times}), which takes time, "
+                "rather than run out of memory"
+            )
         return (
             f"fits narrowly: rank {rank} has {left} left, but CUDA's context and NCCL's buffers, which are not "
-            f"counted, need about {uncounted}: a real run may run out of memory"
+            f"counted, need about {uncounted}: {outlook}"
         )
 
     @property
@@ -321,7 +331,10 @@ def accuracy_of(played: Played) -> Accuracy | None:
 
 
 def _most_waiting(played: Played) -> str:
-    """Returns the name of communication or waiting that takes more of a step than in those with FSDP. Empty if none."""
+    """Returns the name of the share that makes a step unlike those with FSDP: communication or waiting.
+
+    Empty if none does.
+    """
     shares = max(played.roles.values(), key=lambda role: role.seconds).shares
     if max(shares.exposed + shares.waiting, played.bubble) <= _MOST_EXPOSED:
         return ""
@@ -364,12 +377,13 @@ def accuracy_text(played: Played) -> str:
     if accuracy is None:
         return "not compared with published runs on this device"
     reason = unlike(played, accuracy)
+    unlike_all = f" This step is like none of them ({reason}): expect a larger error." if reason else ""
     waiting = _most_waiting(played)
     why = f", as more than {_MOST_EXPOSED:.0%} of this step is {waiting}" if waiting else ""
     return (
         f"median error {accuracy.median:.1%} on {accuracy.num_rows} published steps {accuracy.programs} that were "
-        f"not fitted, 9 of 10 within {accuracy.largest_of_nine_in_ten:.0%}{why}. Constants fitted on {accuracy.fitted}. "
-        f"See benchmarks/foresee.{f' This step is like none of them ({reason}): expect a larger error.' if reason else ''}"
+        f"not fitted, 9 of 10 within {accuracy.largest_of_nine_in_ten:.0%}{why}. Constants fitted on "
+        f"{accuracy.fitted}. See benchmarks/foresee.{unlike_all}"
     )
 
 
