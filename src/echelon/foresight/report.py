@@ -331,7 +331,7 @@ def accuracy_of(played: Played) -> Accuracy | None:
 
 
 def _most_waiting(played: Played) -> str:
-    """Returns the name of the share that makes a step unlike those with FSDP: communication or waiting.
+    """Returns the share by which a step is unlike published ones with FSDP: communication or waiting.
 
     Empty if none does.
     """
