@@ -1,7 +1,11 @@
 """Each rank's tensors are counted while they live, wherever they were made."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, zeros
 
 import echelon
 from echelon.pipeline import Pipeline
@@ -65,3 +69,86 @@ def test_counting_changes_no_result_and_sees_what_runs_beside():
     assert plain.trace == counted.trace
     parameters = 4 * (64 * 64 + 64)
     assert all(3 * parameters < peak < 8 * parameters for peak in counted.peak_memory)
+
+
+LAYER = 4 * 256 * 256
+"""Bytes of one layer of `shard`."""
+
+
+def shard(num_layers):
+    dist.init_process_group("gloo")
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(num_layers)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model(torch.ones(1, 256))
+
+
+def test_fsdp2_takes_its_shards_and_the_layers_that_are_unsharded():
+    for world_size in (2, 4):
+        shards = 8 * LAYER // world_size
+        # Two gathered buffers and one layer at a time, as torch's profiler counts on two processes with Gloo.
+        most = shards + 3 * LAYER
+        for peak in echelon.simulate(shard, world_size, (8,), memory=True).peak_memory:
+            assert most <= peak < most + LAYER // 4
+
+
+def train_sharded():
+    dist.init_process_group("gloo")
+    model = nn.Linear(64, 64)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+    return model.weight.to_local().detach()
+
+
+def test_counting_changes_no_result_of_fsdp2():
+    plain, counted = (echelon.simulate(train_sharded, 2, memory=memory).results for memory in (False, True))
+    assert all(map(torch.equal, plain, counted))
+
+
+def add_dtensors():
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return (zeros(256, 256, device_mesh=mesh, placements=[Shard(0)]) + 1).shape
+
+
+def test_a_dtensor_takes_its_local_part():
+    for world_size in (2, 4):
+        for peak in echelon.simulate(add_dtensors, world_size, memory=True).peak_memory:
+            assert 2 * LAYER // world_size <= peak < 2 * LAYER // world_size + LAYER // 8
+
+
+def resize():
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    other = torch.ones(1500)
+    del other
+    tensor.untyped_storage().resize_(8000)
+
+
+def test_a_resized_storage_counts_with_its_new_size():
+    before = torch.UntypedStorage.resize_
+    assert echelon.simulate(resize, 2, memory=True).peak_memory == (8000, 8000)
+    assert torch.UntypedStorage.resize_ is before
+
+
+def sparsify():
+    torch.ones(10, 100).to_sparse()
+
+
+def test_a_sparse_tensor_takes_its_indices_and_values():
+    (peak,) = echelon.simulate(sparsify, 1, memory=True).peak_memory
+    assert 4000 + 1000 * (2 * 8 + 4) <= peak < 2 * 24000
+
+
+def make_on_meta():
+    torch.ones(1000, device="meta")
+
+
+def test_a_tensor_of_the_meta_device_takes_nothing():
+    assert echelon.simulate(make_on_meta, 1, memory=True).peak_memory == (0,)

@@ -193,6 +193,7 @@ def simulate(
                 children_with_environment(world.scheduler.is_running_here),
                 run.torch.installed(),
                 run.calls.replaced(),
+                world.resizes_counted(),
                 compiled_for_ranks(world.scheduler.rank_here, world_size),
                 patches.noted(),
             ):

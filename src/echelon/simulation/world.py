@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from echelon._torch_private.tensors import DispatchMode
 from echelon.backends.formats.wire import TRANSFERS, Tag, as_sent, readable
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import as_bytes, describe
@@ -28,64 +25,13 @@ from echelon.simulation.called_lines import CalledLines
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.meeting import AwaitedReceive, Hall, MeetingMailbox
+from echelon.simulation.memory import MemoryMeter, resizes_counted
 from echelon.simulation.network import Network, Traffic
 from echelon.simulation.prices import Prices
 from echelon.simulation.process.state import RankStates
 from echelon.simulation.record import Event, Recorder
 from echelon.simulation.scheduler import Scheduler, Task
 from echelon.simulation.values import Inputs
-
-
-class MemoryMeter(DispatchMode):  # type: ignore[no-untyped-call]
-    """Meter of a rank's memory: bytes of the tensors that its operations make, forward and backward, until freed.
-
-    It counts in the thread in which it is active. Tensors of one storage count once. Tensors from before, and the
-    workspace of torch's kernels, do not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.held = 0
-        """Bytes held now."""
-        self.peak = 0
-        """Most bytes ever held."""
-        self.is_paused = False
-        """Whether new tensors belong to another rank, and do not count."""
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self.is_paused:
-            for tensor in _tensors(result):
-                self.count(tensor)
-        return result
-
-    def count(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor's memory until it is freed."""
-        storage = tensor.untyped_storage()
-        # By address: views and results of in-place operations share a storage that has been counted.
-        key = storage.data_ptr()
-        if key in self._known or not storage.nbytes():
-            return
-        self._known.add(key)
-        self.held += storage.nbytes()
-        self.peak = max(self.peak, self.held)
-        # atexit = False: at the end of the process nobody reads the count.
-        weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
-
-    def _freed(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.held -= num_bytes
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 def is_plain(tag: Tag) -> bool:
@@ -241,6 +187,14 @@ class World:
     def memory_meter(self, rank: int) -> AbstractContextManager[object]:
         """Inside, the memory of new tensors of a rank is counted, if the simulation has `memory=True`."""
         return self.memory_meters[rank] if self.memory_meters else nullcontext()
+
+    def resizes_counted(self) -> AbstractContextManager[object]:
+        """Inside, storages that ranks resize count with their new size, if the simulation has `memory=True`."""
+        return resizes_counted(self._memory_meter_here) if self.memory_meters else nullcontext()
+
+    def _memory_meter_here(self) -> MemoryMeter | None:
+        rank = self.scheduler.rank_here()
+        return None if rank is None else self.memory_meters[rank]
 
     @contextmanager
     def uncounted_memory(self, rank: int) -> Iterator[None]:
