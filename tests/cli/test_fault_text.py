@@ -6,7 +6,7 @@ import pytest
 
 from echelon.cli.fault_text import FORMS, IN_WORDS, parse
 from echelon.errors import LaunchError
-from echelon.simulation.faults import Delay, Kill, NetworkPartition, Pause, Slow
+from echelon.simulation.faults import Delay, Kill, NetworkPartition, Pause, Slow, fault_text
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,24 @@ from echelon.simulation.faults import Delay, Kill, NetworkPartition, Pause, Slow
 )
 def test_a_text_is_a_fault(text, fault):
     assert parse([text]) == [fault]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kill:2@op=17",
+        "kill:2@t=0.5",
+        "kill:2@t=1e-05",
+        "delay:0-1:0.5",
+        "delay:*-1:2@0-3",
+        "slow:1x3",
+        "partition:0,1|2,3",
+        "partition:0|3@0.5-",
+        "pause:1@0-",
+    ],
+)
+def test_a_fault_has_the_text_that_made_it(text):
+    assert [fault_text(fault) for fault in parse([text])] == [text]
 
 
 def test_several_are_separated_by_commas_or_given_one_by_one():

@@ -549,6 +549,14 @@ def test_a_fault_ends_a_rank(simulate, write):
     assert "rank 0 raised PeerFailed: rank 1 failed: killed" in ended.err
 
 
+def test_a_fault_that_never_happens_is_noted(simulate, write):
+    script = write(START + "dist.send(torch.ones(2), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(2), 0)")
+    ended = simulate("-n", 2, "--faults", "kill:1@op=100,delay:0-1:1", script)
+    assert ended.status == 0
+    told = [line for line in ended.err.splitlines() if "did not happen" in line]
+    assert told == ["echelon: note: kill:1@op=100 did not happen: rank 1 sent and received 1 message"]
+
+
 def test_what_a_simulation_finds_is_told_and_written(simulate, write, tmp_path):
     script = write(START + "dist.all_reduce(torch.ones(1000))")
     words = ("--network", "10GbE", "--costs", "measured", "--memory", "--chrome", "a.json", "--png", "a.png")

@@ -99,6 +99,60 @@ def test_a_paused_rank_is_waited_for_or_times_out():
     assert {kind for kind, *_ in run.results[1:]} <= {"PeerFailed", "Timeout"}
 
 
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (echelon.Kill(rank=1, at_op=2), "kill:1@op=2 did not happen: rank 1 sent and received 1 message"),
+        (echelon.Kill(rank=1, at=9), "kill:1@t=9 did not happen: rank 1 had ended by then"),
+        (echelon.Slow(rank=1, factor=2), "slow:1x2 did not happen: rank 1 computed nothing that takes time"),
+        (echelon.Delay(1.0, src=1), "delay:1-*:1 did not happen: no message went from rank 1 to any rank"),
+        (
+            echelon.Delay(1.0, start=2),
+            "delay:*-*:1@2- did not happen: no message went from any rank to any rank in that time",
+        ),
+        (
+            echelon.NetworkPartition({0}, {2}),
+            "partition:0|2 did not happen: no message went between its two sides",
+        ),
+        (echelon.Pause(rank=1, start=5), "pause:1@5- did not happen: rank 1 did nothing in that time"),
+    ],
+)
+def test_a_fault_without_an_effect_is_noted(fault, cause):
+    def main(group):
+        if group.rank < 2:
+            hand_over(group)
+
+    assert echelon.simulate(main, 3, costs={"round": 1.0}, faults=[fault]).notes == (cause,)
+
+
+def test_the_first_of_two_kills_of_a_rank_happens():
+    run = echelon.simulate(sums, 3, faults=[echelon.Kill(rank=1, at_op=3), echelon.Kill(rank=1, at_op=7)])
+    assert run.notes == ("kill:1@op=7 did not happen: rank 1 was killed before",)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        echelon.Kill(rank=1, at_op=3),
+        echelon.Kill(rank=1, at=0.5),
+        echelon.Slow(rank=1, factor=2),
+        echelon.Delay(1.0),
+        echelon.NetworkPartition({0}, {1, 2}, end=3.0),
+        echelon.Pause(rank=1, start=0.5, end=9.0),
+    ],
+)
+def test_a_fault_with_an_effect_is_not_noted(fault):
+    assert echelon.simulate(sums, 3, costs={"round": 1.0}, faults=[fault]).notes == ()
+
+
+def test_news_of_a_closed_group_are_no_effect():
+    def main(group):
+        group.close()
+
+    notes = echelon.simulate(main, 2, faults=[echelon.Delay(1.0)]).notes
+    assert notes == ("delay:*-*:1 did not happen: no message went from any rank to any rank",)
+
+
 def test_a_slow_rank_holds_up_the_others():
     costs = {"round": 1.0}
     assert echelon.simulate(sums, 3, costs=costs).elapsed == 20.0

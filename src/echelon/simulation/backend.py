@@ -364,8 +364,8 @@ class VirtualMessages(Messages):
         self._world = world
         self._boundary = boundary
         self._mailbox = world.mailboxes[self.rank]
-        self._num_messages = 0
-        self._dies_at = world.deaths_by_op.get(self.rank, math.inf)
+        self._death = world.deaths_by_op.get(self.rank)
+        self._dies_at = math.inf if self._death is None else self._death.at_op or math.inf
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
         self.check_send(tensor, dst)
@@ -431,9 +431,10 @@ class VirtualMessages(Messages):
         if self._control.is_closed:
             self._boundary.leave(task)
             raise self._control.closed_error()
-        self._num_messages += 1
+        num_messages = self._world.num_messages
+        num_messages[self.rank] += 1
         # Counted at the start of the call: the rank dies before its n-th message leaves.
-        if self._num_messages >= self._dies_at and self._world.kill(self.rank):
+        if self._death is not None and num_messages[self.rank] >= self._dies_at and self._world.kill(self._death):
             raise Ended
         if operation:
             task.operation = operation

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from echelon.arguments import is_amount, is_count, is_factor, refuse_others
 from echelon.errors import InvalidRank, LaunchError
+from echelon.wording import counted
 
 
 @refuse_others(time="at", step="at_op")
@@ -181,6 +182,8 @@ class FaultPlan:
             if isinstance(fault, Slow) and not has_costs:
                 raise LaunchError(f"{fault} changes nothing, because computing costs nothing here: give costs=")
         self.faults = tuple(faults)
+        self.happened: set[Fault] = set()
+        """Faults that have had an effect."""
         self.kills = [fault for fault in faults if isinstance(fault, Kill)]
         self._delays = [fault for fault in faults if isinstance(fault, Delay)]
         self._slow = [fault for fault in faults if isinstance(fault, Slow)]
@@ -196,18 +199,22 @@ class FaultPlan:
         faults: tuple[Fault, ...] = (*kills, *self._delays, *self._partitions)
         return faults[0] if faults else None
 
-    def arrival(self, src: int, dst: int, left: float, arrives: float) -> float:
+    def arrival(self, src: int, dst: int, left: float, arrives: float, is_news: bool = False) -> float:
         """Returns the arrival time of a message that left at `left` and arrives at `arrives` without faults.
 
-        math.inf if it never arrives.
+        math.inf if it never arrives. News, such as that of a rank's end, are no effect of a fault.
         """
-        arrives += sum(
-            delay.seconds for delay in self._delays if delay.start <= left < delay.end and delay.concerns(src, dst)
-        )
+        felt: list[Fault] = [
+            delay for delay in self._delays if delay.start <= left < delay.end and delay.concerns(src, dst)
+        ]
+        arrives += sum(fault.seconds for fault in felt if isinstance(fault, Delay))
         travel = arrives - left
         for partition in self._partitions:
             if partition.concerns(src, dst) and left < partition.end and arrives >= partition.start:
                 left, arrives = partition.end, partition.end + travel
+                felt.append(partition)
+        if not is_news:
+            self.happened.update(felt)
         return arrives
 
     def available_at(self, rank: int, time: float) -> float:
@@ -215,15 +222,84 @@ class FaultPlan:
         for pause in self.pauses:
             if pause.rank == rank and pause.start <= time < pause.end:
                 time = pause.end
+                self.happened.add(pause)
         return time
 
     def duration(self, rank: int, began: float, seconds: float) -> float:
         """Returns the duration of `seconds` of computing that begin at `began`, with slowness and pauses."""
-        seconds *= math.prod(slow.factor for slow in self._slow if slow.rank == rank)
+        slow = [fault for fault in self._slow if fault.rank == rank]
+        if seconds > 0:
+            self.happened.update(slow)
+        seconds *= math.prod(fault.factor for fault in slow)
         for pause in self.pauses:
             if pause.rank == rank and began < pause.end and began + seconds > pause.start:
                 seconds += pause.end - max(pause.start, began)
+                self.happened.add(pause)
         return seconds
+
+    def notes(self, num_messages: Sequence[int], killed: Collection[int]) -> tuple[str, ...]:
+        """Returns a sentence for each fault that had no effect until the end of the simulation.
+
+        Args:
+            num_messages: sends and receives that each rank has called.
+            killed: ranks that were killed.
+        """
+        return tuple(
+            f"{fault_text(fault)} did not happen: {_cause(fault, num_messages, killed)}"
+            for fault in dict.fromkeys(self.faults)
+            if fault not in self.happened
+        )
+
+
+def fault_text(fault: Fault) -> str:
+    """Returns a fault as `--faults` takes it, such as "kill:2@op=17"."""
+    match fault:
+        case Kill():
+            return f"kill:{fault.rank}@{f'op={fault.at_op}' if fault.at is None else f't={_number(fault.at)}'}"
+        case Slow():
+            return f"slow:{fault.rank}x{_number(fault.factor)}"
+        case Delay():
+            src, dst = ("*" if rank is None else rank for rank in (fault.src, fault.dst))
+            return f"delay:{src}-{dst}:{_number(fault.seconds)}{_interval(fault)}"
+        case NetworkPartition():
+            left, right = (",".join(map(str, sorted(side))) for side in (fault.left, fault.right))
+            return f"partition:{left}|{right}{_interval(fault)}"
+        case Pause():
+            return f"pause:{fault.rank}{_interval(fault) or '@0-'}"
+
+
+def _interval(fault: NetworkPartition | Delay | Pause) -> str:
+    """Returns the interval of a fault, such as "@0.5-1" or "@0.5-". Empty if it is the whole simulation."""
+    end = "" if fault.end == math.inf else _number(fault.end)
+    return f"@{_number(fault.start)}-{end}" if fault.start or end else ""
+
+
+def _number(value: float) -> str:
+    return repr(float(value)).removesuffix(".0")
+
+
+def _cause(fault: Fault, num_messages: Sequence[int], killed: Collection[int]) -> str:
+    """Returns the reason for which a fault had no effect."""
+    match fault:
+        case Kill() if fault.rank in killed:
+            return f"rank {fault.rank} was killed before"
+        case Kill() if fault.at_op is not None:
+            return f"rank {fault.rank} sent and received {counted(num_messages[fault.rank], 'message')}"
+        case Kill():
+            return f"rank {fault.rank} had ended by then"
+        case Slow():
+            return f"rank {fault.rank} computed nothing that takes time"
+        case Delay():
+            src, dst = ("any rank" if rank is None else f"rank {rank}" for rank in (fault.src, fault.dst))
+            return f"no message went from {src} to {dst}{_in_that_time(fault)}"
+        case NetworkPartition():
+            return f"no message went between its two sides{_in_that_time(fault)}"
+        case Pause():
+            return f"rank {fault.rank} did nothing in that time"
+
+
+def _in_that_time(fault: NetworkPartition | Delay) -> str:
+    return " in that time" if _interval(fault) else ""
 
 
 def _ranks_of(fault: Fault) -> list[int]:

@@ -57,13 +57,13 @@ class Traffic:
         self._computing: list[list[_Computation]] = [[] for _ in range(world_size)]
         """Computations under way, per rank."""
 
-    def send(self, src: int, dst: int, num_bytes: int) -> Passage:
-        """Sends a message: reserves its sender's link and returns its times. Never blocks."""
+    def send(self, src: int, dst: int, num_bytes: int, is_news: bool = False) -> Passage:
+        """Sends a message, or news: reserves its sender's link and returns its times. Never blocks."""
         link = self.link(src, dst)
         # The sender is the bottleneck: its messages leave one after another, whichever ranks they are for.
         left = max(self._clock.now, self._free_at[src]) + num_bytes / link.bandwidth
         self._free_at[src] = left
-        passage = self._pass(src, dst, left, left + link.latency)
+        passage = self._pass(src, dst, left, left + link.latency, is_news)
         # News have no bytes, and take no computing.
         if link.overhead and num_bytes:
             seconds = link.overhead * num_bytes
@@ -141,10 +141,10 @@ class Traffic:
         for computation in self._computing[rank]:
             computation.owed += seconds
 
-    def _pass(self, src: int, dst: int, left: float, arrives: float) -> Passage:
+    def _pass(self, src: int, dst: int, left: float, arrives: float, is_news: bool) -> Passage:
         done, draw = arrives, self._clock.draw()
         if self._faults.faults:
-            arrives = self._faults.arrival(src, dst, left, arrives)
+            arrives = self._faults.arrival(src, dst, left, arrives, is_news)
             # From now on a rank may wait until its timeout without a mistake in the program.
             if arrives == math.inf:
                 self._clock.has_lost_events = True

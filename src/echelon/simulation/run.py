@@ -78,10 +78,11 @@ class Simulation:
     notes: tuple[str, ...] = ()
     """Sentences about what may be wrong, though no error says so.
 
-    Calls that two ranks seem to have swapped, each of them at the line of the other: such collectives have the same
-    kind, shape and dtype, so their values may be mixed up. Settings of torch that simulated ranks share, and processes
-    do not, if the program has set one, such as `torch.backends.mkldnn.enabled`. For a script also methods of an
-    installed class that it has set, such as `torch.nn.Linear.forward`, which ranks share, too.
+    Faults that had no effect, such as the kill of a rank at a message that it never sent. Calls that two ranks seem to
+    have swapped, each of them at the line of the other: such collectives have the same kind, shape and dtype, so their
+    values may be mixed up. Settings of torch that simulated ranks share, and processes do not, if the program has set
+    one, such as `torch.backends.mkldnn.enabled`. For a script also methods of an installed class that it has set, such
+    as `torch.nn.Linear.forward`, which ranks share, too.
     """
     events: Sequence[tuple[object, ...]] = field(default=(), repr=False)
     """Events of the trace, each as the arguments of an `Event`."""
@@ -209,7 +210,11 @@ def simulate(
         bytes_sent=world.bytes_sent(),
         peak_memory=tuple(memory_meter.peak for memory_meter in world.memory_meters) if memory else None,
         measurements=None if meter is None else meter.measurements(),
-        notes=(*notes_of(world.lines.values()), *(note for state in states for note in state.notes)),
+        notes=(
+            *world.fault_notes(),
+            *notes_of(world.lines.values()),
+            *(note for state in states for note in state.notes),
+        ),
         events=world.recorder.events,
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import torch
 
@@ -23,7 +24,7 @@ from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.operation_records import FlightRecorder
 from echelon.simulation.called_lines import CalledLines
 from echelon.simulation.costs import Meter, StepCost
-from echelon.simulation.faults import FaultPlan
+from echelon.simulation.faults import FaultPlan, Kill
 from echelon.simulation.meeting import AwaitedReceive, Hall, MeetingMailbox
 from echelon.simulation.memory import MemoryMeter, resizes_counted
 from echelon.simulation.network import Network, Traffic
@@ -130,7 +131,11 @@ class World:
         self.returned: set[int] = set()
         """Ranks whose function has returned."""
         self.killed: set[int] = set()
-        self.deaths_by_op = {kill.rank: kill.at_op for kill in faults.kills if kill.at_op is not None}
+        self.num_messages = [0] * world_size
+        """Sends and receives that each rank has called, those of collectives included."""
+        by_op = ((kill.at_op, kill) for kill in faults.kills if kill.at_op is not None)
+        self.deaths_by_op = {kill.rank: kill for _, kill in sorted(by_op, key=itemgetter(0), reverse=True)}
+        """First kill by number of message of each rank that has one."""
         self._told_of: set[int] = set()
         self.overwritten: UnsupportedOp | None = None
         """Error for the first tensor that was changed during its send. None if there is none."""
@@ -139,7 +144,7 @@ class World:
             self.scheduler.available_at = faults.available_at
         for kill in faults.kills:
             if kill.at is not None:
-                self.clock.at(kill.at, partial(self.kill, kill.rank))
+                self.clock.at(kill.at, partial(self.kill, kill))
 
     def send_tensor(
         self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str, complete: Callable[[], None]
@@ -247,7 +252,7 @@ class World:
     def tell(self, src: int, dst: int, news: Callable[[Mailbox], object]) -> None:
         """Sends news to a rank: calls `news` with its mailbox once all earlier messages from `src` have arrived."""
         # As a message of 0 bytes, so that news never overtakes data that was sent before.
-        passage = self.traffic.send(src, dst, 0)
+        passage = self.traffic.send(src, dst, 0, is_news=True)
         if passage.arrives < math.inf:
             self.clock.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
 
@@ -259,11 +264,13 @@ class World:
             if rank in self.flight_recorders and rank not in self.killed
         }
 
-    def kill(self, rank: int) -> bool:
+    def kill(self, fault: Kill) -> bool:
         """Ends a rank, and sends PeerFailed to all others. False, without effect, if it was killed or has returned."""
+        rank = fault.rank
         if rank in self.killed or rank in self.returned:
             return False
         self.killed.add(rank)
+        self.faults.happened.add(fault)
         self.note(rank, "is killed")
         self.scheduler.cancel(rank)
         failure = PeerFailed(rank, f"killed at {self.clock.now:g} s by a fault of the simulation")
@@ -353,6 +360,10 @@ class World:
                 f"{self.clock.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
             )
             self.scheduler.fail(self.overwritten)
+
+    def fault_notes(self) -> tuple[str, ...]:
+        """Returns a sentence for each fault that had no effect."""
+        return self.faults.notes(self.num_messages, self.killed)
 
     def bytes_sent(self) -> dict[tuple[int, int], int]:
         """Returns the bytes of all messages, by (sender, receiver), sorted."""
