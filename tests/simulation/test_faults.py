@@ -59,6 +59,64 @@ def test_a_partition_for_ever_is_a_timeout_or_a_failure_on_every_rank(left):
     assert run.elapsed < 61
 
 
+def add_up(group):
+    group.all_reduce(torch.ones(2))
+
+
+def come_late(group):
+    if group.rank == 3:
+        with group.backend.compute("late"):
+            pass
+    add_up(group)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (
+            add_up,
+            r"though all ranks have called it: the fault partition:0,1\|2,3@0-9999 cuts ranks 0 and 1 off from "
+            r"ranks 2 and 3; rank \d is in all_reduce",
+        ),
+        (
+            come_late,
+            r"for rank 3, which is .*; ranks \d and \d have called it; the fault partition:.* cuts ranks 0 and 1",
+        ),
+    ],
+)
+def test_a_timeout_names_the_partition_that_cuts_its_ranks_apart(program, words):
+    with pytest.raises(echelon.Timeout, match=words):
+        echelon.simulate(
+            program, 4, costs={"late": 1000.0}, faults=[echelon.NetworkPartition({0, 1}, {2, 3}, end=9999.0)]
+        )
+
+
+def test_a_receives_timeout_names_the_partition_that_cuts_its_ranks_apart():
+    words = r"which is .*; the fault partition:0\|1 cuts rank 0 off from rank 1"
+    with pytest.raises(echelon.Timeout, match=words):
+        echelon.simulate(hand_over, 2, faults=[echelon.NetworkPartition({0}, {1})])
+
+
+def fall_behind(group):
+    if group.rank == 0:
+        group.subgroup([0, 1]).barrier()
+    elif group.rank == 1:
+        group.subgroup([0, 1])
+        with group.backend.compute("late"):
+            pass
+    else:
+        group.subgroup([0, 1])
+
+
+@pytest.mark.parametrize(
+    "partition", [echelon.NetworkPartition({0}, {2}), echelon.NetworkPartition({0}, {1}, end=300.0)]
+)
+def test_a_timeout_names_no_partition_that_is_over_or_of_other_ranks(partition):
+    with pytest.raises(echelon.Timeout) as raised:
+        echelon.simulate(fall_behind, 3, costs={"late": 1000.0}, faults=[partition])
+    assert "partition" not in str(raised.value)
+
+
 def test_a_partition_that_ends_only_takes_time():
     without = echelon.simulate(sums, 4, network=NETWORK)
     run = echelon.simulate(

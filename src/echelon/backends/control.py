@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from echelon.backends.status import Question, Status
@@ -102,6 +102,13 @@ class ControlPlane(ABC):
 
     def last_heard(self, rank: int) -> str:  # noqa: ARG002
         """Returns the note of the last collective message of a rank. Empty if there was none."""
+        return ""
+
+    def separation(self, ranks: Collection[int]) -> str:  # noqa: ARG002
+        """Returns the known cause for which messages between some of these ranks are lost now. Empty if there is none.
+
+        This rank is one of `ranks`. Only simulated ranks know one: an injected fault.
+        """
         return ""
 
     def lines_left(self, rank: int, context: int) -> Mapping[int, str]:  # noqa: ARG002

@@ -175,6 +175,8 @@ def describe_peers(
     text = " and ".join((known + late)[:_NAMED])
     for rank in [rank for rank in others if rank in silent][:_NAMED]:
         text += f"; rank {rank} {silence(backend, rank, seconds)}"
+    if separation := backend.control.separation([backend.rank, *peers]):
+        text += f"; {separation}"
     messages = [(src, tag.step) for src, tag in backend.messages.unreceived() if _is_of(tag, context)]
     if messages:
         sources = " and ".join(f"from rank {src}, tag {tag}" for src, tag in messages[:_NAMED])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -332,6 +332,9 @@ class VirtualControl(ControlPlane):
         until: Work[Any] | None = None,  # noqa: ARG002
     ) -> dict[int, Status]:
         return self._world.answers(set(ranks) - {self.rank}, question)
+
+    def separation(self, ranks: Collection[int]) -> str:  # noqa: D102
+        return self._world.faults.separation(ranks, self._world.clock.now)
 
     def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102
         first = self._mailbox.fail_context(context, failure)

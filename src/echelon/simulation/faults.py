@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from echelon.arguments import is_amount, is_count, is_factor, refuse_others
 from echelon.errors import InvalidRank, LaunchError
-from echelon.wording import counted
+from echelon.wording import counted, listed
 
 
 @refuse_others(time="at", step="at_op")
@@ -216,6 +216,14 @@ class FaultPlan:
         if not is_news:
             self.happened.update(felt)
         return arrives
+
+    def separation(self, ranks: Collection[int], time: float) -> str:
+        """Returns which of these ranks a partition cuts off from which others at a time. Empty if none does."""
+        for partition in self._partitions:
+            left, right = set(partition.left) & set(ranks), set(partition.right) & set(ranks)
+            if left and right and partition.start <= time < partition.end:
+                return f"the fault {fault_text(partition)} cuts {listed(left)} off from {listed(right)}"
+        return ""
 
     def available_at(self, rank: int, time: float) -> float:
         """Returns the time at which a rank with a turn at `time` can take it: later while it is paused."""

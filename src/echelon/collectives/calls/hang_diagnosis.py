@@ -284,14 +284,17 @@ class HangDiagnosis:
         culprits += [f"rank {rank}, which {silence(self._backend, rank, seconds)}" for rank in silent]
         if len(culprits) > _NAMED:
             culprits[_NAMED:] = [f"{len(culprits) - _NAMED} more"]
+        separation = self._backend.control.separation(self._ranks)
         if not culprits:
-            details = "; ".join(f"rank {rank} is {statuses[rank].text}" for rank in there[:_NAMED])
-            return Timeout(f"waited {waited:.1f} s, though all ranks have called it: {details}")
+            details = [f"rank {rank} is {statuses[rank].text}" for rank in there[:_NAMED]]
+            text = "; ".join([separation, *details] if separation else details)
+            return Timeout(f"waited {waited:.1f} s, though all ranks have called it: {text}")
         rest = f"; {listed(there)} {'has' if len(there) == 1 else 'have'} called it" if there else ""
         if behind and (cure := self._cure({rank: statuses[rank].text for rank in behind})):
             rest += f": if {listed(behind)} {'is' if len(behind) == 1 else 'are'} not only late, {cure}"
         elif any(statuses[rank].standing != Standing.BEFORE for rank in behind):
             rest += ": use groups in the same order on every rank, if these wait for each other"
+        rest += separation and f"; {separation}"
         text = f"waited {waited:.1f} s for {'; and for '.join(culprits)}{rest}"
         return Timeout(text, tuple(sorted([*behind, *silent])))
 
