@@ -513,7 +513,7 @@ def test_places_are_told_once_for_ranks_at_the_same_line():
     stack = 'Current thread (most recent call first):\n  File "{}", line 1 in wait\n  File "no.py", line 7 in main\n'
     place = whereabouts.place_in(stack.format(threading.__file__))
     assert place == "no.py:7"
-    assert whereabouts.place_in("Current thread (most recent call first):\n") == "the end of its program"
+    assert whereabouts.place_in("Current thread (most recent call first):\n") == "the start or the end of the program"
     assert whereabouts.place_in("") == ""
     assert whereabouts.in_words({0: place, 1: place, 2: "", 3: "end"}, [4]) == [
         "ranks 0 and 1 were at no.py:7",
@@ -522,6 +522,23 @@ def test_places_are_told_once_for_ranks_at_the_same_line():
         "rank 4 had ended",
     ]
     assert whereabouts.in_words({0: ""}, [1]) == [UNKNOWN]
+
+
+def test_ranks_that_have_not_come_to_their_program_are_still_starting(tmp_path):
+    stack = (
+        'Current thread (most recent call first):\n  File "{}", line 3 in f\n  File "<frozen site>", line 626 in main\n'
+    )
+    error_file = str(tmp_path / "error")
+    (asked,) = whereabouts.stacks({os.getpid(): error_file}).values()
+    places = {0: whereabouts.place_in(stack.format(threading.__file__)), 1: whereabouts.place_in(asked)}
+    assert whereabouts.in_words(places, []) == ["ranks 0 and 1 were still starting"]
+
+
+def test_a_stack_without_its_outer_lines_names_the_library():
+    stack = 'Current thread (most recent call first):\n  File "<frozen importlib._bootstrap>", line 3 in f\n'
+    place = whereabouts.place_in(f'{stack}  File "{threading.__file__}", line 1 in wait\n  ...\n')
+    assert place.startswith("a line of a library, in calls too deep to see the program's: ")
+    assert f"{threading.__file__}:1" in place
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(script):

@@ -25,6 +25,12 @@ _INTERVAL = 0.01
 """Seconds between two looks. A file that has not grown meanwhile is whole."""
 _CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 """Mask of the signals for which a process has a handler."""
+STARTING = "still starting"
+"""Place of a process that has not come to its program yet."""
+_IN_SITE = "<frozen site>"
+"""File of Python's outermost frame before the program."""
+_CUT = re.compile(r"^  \.\.\.$", re.MULTILINE)
+"""Last line of a stack of more than 100 frames, whose outer ones are left out."""
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
 
 
@@ -47,14 +53,17 @@ def _group_file(error_file: str) -> str:
     return f"{error_file}.group"
 
 
-def stacks(error_files: Mapping[int, str]) -> dict[int, str]:
+def stacks(error_files: Mapping[int, str]) -> dict[int, str | None]:
     """Asks ranks for their stacks and returns one for each process: empty if it has not answered. Blocks for 0.3 s.
+
+    None for a process in which Python has not started yet.
 
     Args:
         error_files: file for the failures of each rank, by its process, which was not reaped yet.
     """
     files = {pid: place_file(path, pid) for pid, path in error_files.items()}
-    asked = [pid for pid, path in files.items() if os.path.exists(path) and _answers(pid)]
+    there = [pid for pid, path in files.items() if os.path.exists(path)]
+    asked = [pid for pid in there if _answers(pid)]
     for pid in asked:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, ASK)
@@ -68,7 +77,7 @@ def stacks(error_files: Mapping[int, str]) -> dict[int, str]:
                 found[pid] = file.read()
         if all(found[pid] and found[pid] == before[pid] for pid in asked):
             break
-    return found
+    return {pid: found[pid] if pid in there else None for pid in files}
 
 
 def _answers(pid: int) -> bool:
@@ -81,13 +90,24 @@ def _answers(pid: int) -> bool:
     return found is not None and bool(int(found[1], 16) >> (ASK - 1) & 1)
 
 
-def place_in(stack: str) -> str:
-    """Returns "file:line: source text" of the innermost line of the user's code in a stack. Empty without a stack."""
+def place_in(stack: str | None) -> str:
+    """Returns "file:line: source text" of the innermost line of the user's code in a stack. Empty without a stack.
+
+    `STARTING` if the process has not come to its program yet, as one whose stack is None.
+    """
+    if stack is None:
+        return STARTING
     frames = [(path, int(line)) for path, line in _FRAME.findall(stack)]
     own = [frame for frame in frames if not is_foreign(frame[0])]
+    if own:
+        return source_line(*own[0])
     if not frames:
-        return "the end of its program" if stack else ""
-    return source_line(*(own or frames)[0])
+        return "the start or the end of the program" if stack else ""
+    if frames[-1][0] == _IN_SITE:
+        return STARTING
+    # The lines of imports themselves say nothing.
+    place = source_line(*next((frame for frame in frames if not frame[0].startswith("<")), frames[0]))
+    return f"a line of a library, in calls too deep to see the program's: {place}" if _CUT.search(stack) else place
 
 
 _UNKNOWN = (
@@ -109,7 +129,10 @@ def in_words(places: Mapping[int, str], ended: Sequence[int]) -> list[str]:
     for rank, place in places.items():
         ranks.setdefault(place, []).append(rank)
     silent = ranks.pop("", [])
-    lines = [f"{listed(alike)} {'was' if len(alike) == 1 else 'were'} at {place}" for place, alike in ranks.items()]
+    lines = [
+        f"{listed(alike)} {'was' if len(alike) == 1 else 'were'} {'' if place == STARTING else 'at '}{place}"
+        for place, alike in ranks.items()
+    ]
     if silent:
         lines.append(f"{listed(silent)} did not answer")
     if ended:
