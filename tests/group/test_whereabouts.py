@@ -331,7 +331,7 @@ def test_warnings_come_once_a_minute_while_the_awaited_rank_is_in_another_group(
         rank=0,
         query_peers_after=1.0,
         now=lambda: now,
-        control=SimpleNamespace(ask=lambda ranks, *_: dict.fromkeys(ranks, status)),
+        control=SimpleNamespace(ask=lambda ranks, *_: dict.fromkeys(ranks, status), separation=lambda _: ""),
         flight_recorder=FlightRecorder(),
     )
     flight = backend.flight_recorder.begin("world", 1, 1, 1, "barrier")
