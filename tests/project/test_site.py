@@ -292,6 +292,24 @@ def test_keys_reach_the_content_and_the_tabs(site, browser):
     assert {"Reference", "How-to guides", "Checkpoints"} <= set(reached)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_keys_pass_by_the_menu_that_is_folded_away(site, browser):
+    browser.open(f"{site.address}/plan/", 400)
+    away = []
+    for _ in range(30):
+        browser.key("Tab")
+        if not browser.run(IS_INSIDE):
+            away.append(browser.run("document.activeElement.textContent.trim().slice(0, 40)"))
+    assert away in ([], ["Initializing search"])  # the theme's own, which is empty
+
+
+IS_INSIDE = """(() => {
+    const box = document.activeElement.getBoundingClientRect()
+    return document.activeElement == document.body || box.right > 0 && box.left < innerWidth
+})()"""
+
+
 IS_SEEN = """(() => {
     const element = document.activeElement, style = getComputedStyle(element)
     return element == document.body || style.outlineStyle != "none" || style.boxShadow != "none"
