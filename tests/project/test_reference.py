@@ -158,7 +158,7 @@ echelon.testing.RankPool.close
 echelon.backends.base.Backend.abort aside compute executor
 echelon.backends.control.ControlPlane
 echelon.backends.control.ControlPlane.abort ask close_reason closed_error difference join keep_silent
-echelon.backends.control.ControlPlane.last_heard lines_left message_wait num_sent revoke
+echelon.backends.control.ControlPlane.last_heard lines_left message_wait num_sent revoke separation
 echelon.backends.delivery.Receive
 echelon.backends.delivery.Receive.complete
 echelon.backends.formats.wire.Tag.is_collective_of
