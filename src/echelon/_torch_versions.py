@@ -29,6 +29,7 @@ PRIVATE_NAMES = (
     "torch.Tensor._version",
     "torch.UntypedStorage._cdata",
     "torch._C.DisableTorchFunction",
+    "torch._C._AutoDispatchBelowAutograd",
     "torch._C._ExcludeDispatchKeyGuard",
     "torch._C.Future.wait",
     "torch._C._DisableTorchDispatch",

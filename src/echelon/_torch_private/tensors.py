@@ -214,6 +214,11 @@ def below_autocast() -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_OF_CPU)
 
 
+def below_autograd() -> AbstractContextManager[None]:
+    """Returns a context in which operators run without autograd, so that none is replaced by its formula there."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 _AUTOCAST_OF_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 

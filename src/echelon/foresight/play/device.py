@@ -53,6 +53,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 ROUGH_PASSES: Mapping[str, float] = {
     # Two kernels: one for the input's gradient, one that reads both inputs again for the gradients of weight and bias.
     "native_layer_norm_backward": 5 / 3,
+    "_fused_rms_norm_backward": 5 / 3,
     # The indices are sorted, and rows are added in two passes.
     "embedding_dense_backward": 2.0,
 }

@@ -15,7 +15,8 @@ from echelon.foresight.trace import UNKNOWN_STORAGE, Allocate, Entry, Free, Kern
 NOT_FUSED = (
     # Optimizers and FSDP's copies run outside of the compiled module.
     "_foreach",
-    "_fused",
+    "_fused_ad",
+    "_fused_sgd",
     "split_with_sizes_copy",
     "_chunk_cat",
     "chunk_cat",

@@ -1,0 +1,65 @@
+"""RMSNorm of recorded ranks by the one kernel that torch has for it on a GPU.
+
+On the CPU, torch computes RMSNorm by its formula, in about ten kernels and with tensors in float32. Builds for CUDA
+have had one kernel each for forward and backward since torch 2.9. Source: rms_norm in ATen/native/layer_norm.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon._torch_private.tensors import below_autograd, destroy_library
+from echelon.foresight.record.here import recording_here
+
+_RMS_NORM = torch.ops.aten.rms_norm.default
+
+
+@contextmanager
+def norms_as_on_gpu() -> Iterator[None]:
+    """Inside, RMSNorm of recorded ranks is one kernel forward and one backward."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        yield
+    finally:
+        destroy_library(library)
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """Computes RMSNorm as torch does on a GPU: by the formula if weight and input differ in dtype."""
+    is_fused = (weight is None or weight.dtype == x.dtype) and x.is_floating_point() and not _is_channels_last(x)
+    compute: Any = _RMSNorm.apply if is_fused and recording_here() is not None else _RMS_NORM.decompose
+    result: Tensor = compute(x, shape, weight, eps)
+    return result
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.dim()])
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm of one kernel, which keeps its input, the weight, and one number for each row in float32."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        with below_autograd():
+            results: tuple[Tensor, Tensor] = torch.ops.aten._fused_rms_norm(x.contiguous(), shape, weight, eps)
+        context.save_for_backward(x, weight, results[1])
+        context.shape = shape
+        return results[0]
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x, weight, scale = context.saved_tensors
+        needed = [context.needs_input_grad[0], context.needs_input_grad[2]]
+        with below_autograd():
+            of_x, of_weight = torch.ops.aten._fused_rms_norm_backward(
+                gradient.contiguous(), x.contiguous(), context.shape, scale, weight, needed
+            )
+        return of_x, None, of_weight, None

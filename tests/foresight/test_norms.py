@@ -1,0 +1,128 @@
+"""RMSNorm of recorded ranks: one kernel each way, as torch has on a GPU."""
+
+from functools import partial
+from threading import Thread
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from echelon.foresight.play.fusion import fuse
+from echelon.foresight.record.run import record
+from echelon.foresight.trace import Allocate, Kernel
+from tests.foresight import programs
+
+ROWS, WIDTH = 64, 4096
+FUSED = ["_fused_rms_norm", "_fused_rms_norm_backward"]
+
+
+def normed(*, dtype=torch.bfloat16, weight=torch.bfloat16, autocast=False, wrap=lambda module: module):
+    """One step of a layer, with a copy before it, so that the layer's input needs a gradient."""
+    device = programs.begin()
+    norm = nn.RMSNorm(WIDTH, device=device, dtype=weight)
+    call = wrap(norm)
+    optimizer = torch.optim.SGD(norm.parameters(), 0.1)
+    x = torch.ones(ROWS, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        y = call(x)
+    y.backward(torch.ones_like(y))
+    optimizer.step()
+
+
+def kernels(program, world_size=1):
+    return [each for each in record(program, world_size)[0].entries if isinstance(each, Kernel)]
+
+
+def names(program):
+    return [each.name for each in kernels(program) if "rms" in each.name or each.name in ("pow", "rsqrt")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_kernel_each_way(dtype):
+    found = {each.name: each for each in kernels(partial(normed, dtype=dtype, weight=dtype)) if "rms" in each.name}
+    assert list(found) == FUSED
+    matrix, row, scales = ROWS * WIDTH * dtype.itemsize, WIDTH * dtype.itemsize, 4 * ROWS
+    forward, backward = found.values()
+    assert sum(size for _, size in forward.reads) == matrix + row
+    assert sum(size for _, size in forward.writes) == matrix + scales
+    assert sum(size for _, size in backward.reads) == 2 * matrix + row + scales
+    assert sum(size for _, size in backward.writes) == matrix + row
+    assert {(each.launches, each.dtype) for each in found.values()} == {(1, str(dtype).removeprefix("torch."))}
+
+
+def test_nothing_in_float32_is_kept():
+    sizes = [each.num_bytes for each in record(normed, 1)[0].entries if isinstance(each, Allocate)]
+    assert max(sizes) == 2 * ROWS * WIDTH
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # as on a GPU
+def test_the_formula_where_torch_has_no_kernel():
+    assert names(normed) == FUSED
+    found = names(partial(normed, weight=torch.float32))
+    assert "rsqrt" in found
+    assert not set(found) & set(FUSED)
+
+
+def test_autocast_computes_it_in_float32():
+    found = [each for each in kernels(partial(normed, weight=torch.float32, autocast=True)) if "rms" in each.name]
+    assert [(each.name, each.dtype) for each in found] == [(name, "float32") for name in FUSED]
+
+
+def test_checkpointing_computes_it_again():
+    def wrap(norm):
+        return partial(checkpoint, norm, use_reentrant=False)
+
+    assert names(partial(normed, wrap=wrap)) == [FUSED[0], *FUSED]
+
+
+def test_a_compiled_one_joins_its_neighbours():
+    def program():
+        device = programs.begin()
+        layer = nn.Sequential(nn.SiLU(), nn.RMSNorm(WIDTH, device=device), nn.SiLU())
+        torch.compile(layer)(torch.ones(ROWS, WIDTH, device=device)).sum().backward()
+
+    trace = fuse(record(program, 1)[0])
+    assert not [each for each in trace.entries if isinstance(each, Kernel) and "rms" in each.name]
+
+
+def sequence_parallel():
+    device = programs.begin()
+    mesh = init_device_mesh("cuda", (2,))
+    norm = parallelize_module(nn.RMSNorm(WIDTH, device=device), mesh, SequenceParallel())
+    optimizer = torch.optim.SGD(norm.parameters(), 0.1)
+    x = DTensor.from_local(torch.ones(2, ROWS, WIDTH, device=device, requires_grad=True), mesh, [Shard(1)])
+    norm(x).sum().backward()
+    optimizer.step()
+
+
+def test_a_sharded_one_has_the_same_kernels_for_its_rows():
+    found = [each for each in kernels(sequence_parallel, 2) if "rms" in each.name]
+    assert [each.name for each in found] == FUSED
+    assert sum(size for _, size in found[0].reads) == 4 * (2 * ROWS * WIDTH + WIDTH)
+
+
+def test_outside_of_recorded_ranks_it_computes():
+    """Another thread of the program's process, and the same one afterwards, get values and gradients."""
+
+    def results():
+        x = torch.arange(12.0).reshape(3, 4).requires_grad_()
+        y = nn.functional.rms_norm(x, (4,), torch.ones(4), 1e-6)
+        y.square().sum().backward()
+        return y.detach(), x.grad
+
+    expected, during = results(), []
+
+    def program():
+        normed()
+        thread = Thread(target=lambda: during.append(results()))
+        thread.start()
+        thread.join()
+
+    record(program, 1)
+    for found in (*during, results()):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert during
