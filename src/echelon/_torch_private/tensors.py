@@ -222,6 +222,17 @@ def below_autograd() -> AbstractContextManager[None]:
 _AUTOCAST_OF_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
+def by_formula(operator: Any, *args: Any) -> Any:
+    """Calls an operator of the CPU that torch computes by others, in place of a kernel of Python for autograd.
+
+    The public `decompose` prefers formulas in Python, some of which draw other random numbers.
+    """
+    return operator.redispatch(_CPU, *args)
+
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
 def position_of(operator: Any, name: str) -> int:
     """Returns the number of arguments before a named one."""
     return [each.name for each in operator._schema.arguments].index(name)

@@ -314,6 +314,13 @@ def _histogram(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(tensor.double(), *others, **kwargs).to(tensor.dtype)
 
 
+def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes a recurrent network by the kernels of the CPU. torch uses cuDNN's on a GPU, which are not modelled."""
+    if (recording := recording_here()) is not None:
+        recording.log.assume("a recurrent network takes the kernels of a CPU, not those of cuDNN")
+    return func(*args, **kwargs)
+
+
 # Attention
 
 
@@ -375,6 +382,7 @@ _SPECIAL: dict[str, _Special] = {
     "_parse_to": _parsed,
     "cuda": _moved_to_gpu,
     "histc": _histogram,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     "type": _typed,
     "get_device": _index,
     "pin_memory": _pinned,

@@ -43,8 +43,8 @@ from echelon.foresight.record.autocast import autocast_as_on_gpu
 from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.copies import Copies
 from echelon.foresight.record.device import OnDevice, OnHost, attention, check_gpu, device_said, mapped
+from echelon.foresight.record.fused import fused_as_on_gpu
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
-from echelon.foresight.record.norms import norms_as_on_gpu
 from echelon.foresight.record.placement import is_gpu
 
 
@@ -117,7 +117,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             stack.enter_context(ddp_of_sync_batch_norm())
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(autocast_as_on_gpu())
-            stack.enter_context(norms_as_on_gpu())
+            stack.enter_context(fused_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
             stack.enter_context(offloaded_parameters_by(*(partial(in_place_of, function=each) for each in _OF_FSDP1)))
         mode = OnDevice if gpu is not None else OnHost

@@ -1,7 +1,8 @@
-"""RMSNorm of recorded ranks by the one kernel that torch has for it on a GPU.
+"""Operators of recorded ranks that are one kernel each way on a GPU, but several on the CPU: RMSNorm and dropout.
 
-On the CPU, torch computes RMSNorm by its formula, in about ten kernels and with tensors in float32. Builds for CUDA
-have had one kernel each for forward and backward since torch 2.9. Source: rms_norm in ATen/native/layer_norm.cpp.
+On the CPU, torch computes RMSNorm by its formula, in ten kernels and with tensors in float32, and dropout by a mask of
+the input's dtype, in three. On a GPU the mask has one byte for each element. Sources: ATen/native/layer_norm.cpp since
+torch 2.9, and ATen/native/Dropout.cpp.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon._torch_private.tensors import below_autograd, destroy_library
+from echelon._torch_private.tensors import below_autograd, by_formula, destroy_library
 from echelon.foresight.record.here import recording_here
 
+_KEY = "AutogradCPU"
 _RMS_NORM = torch.ops.aten.rms_norm.default
+_DROPOUT = torch.ops.aten.dropout.default
 
 
 @contextmanager
-def norms_as_on_gpu() -> Iterator[None]:
-    """Inside, RMSNorm of recorded ranks is one kernel forward and one backward."""
+def fused_as_on_gpu() -> Iterator[None]:
+    """Inside, recorded ranks run the operators of a GPU."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
-        library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        library.impl("rms_norm", _rms_norm, _KEY)
+        library.impl("dropout", _dropout, _KEY)
         yield
     finally:
         destroy_library(library)
@@ -44,7 +48,7 @@ def _is_channels_last(x: Tensor) -> bool:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm of one kernel, which keeps its input, the weight, and one number for each row in float32."""
+    """RMSNorm that keeps its input, the weight, and one number of float32 for each row."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
@@ -63,3 +67,10 @@ class _RMSNorm(torch.autograd.Function):
                 gradient.contiguous(), x.contiguous(), context.shape, scale, weight, needed
             )
         return of_x, None, of_weight, None
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    if recording_here() is not None and train and 0 < p < 1 and x.numel():
+        return torch.native_dropout(x, p, train)[0]
+    result: Tensor = by_formula(_DROPOUT, x, p, train)
+    return result

@@ -1,4 +1,4 @@
-"""RMSNorm of recorded ranks: one kernel each way, as torch has on a GPU."""
+"""RMSNorm and dropout of recorded ranks: one kernel each way, as torch has on a GPU."""
 
 from functools import partial
 from threading import Thread
@@ -105,14 +105,48 @@ def test_a_sharded_one_has_the_same_kernels_for_its_rows():
     assert sum(size for _, size in found[0].reads) == 4 * (2 * ROWS * WIDTH + WIDTH)
 
 
+def dropped(*, p, train=True):
+    device = programs.begin()
+    layer = nn.Dropout(p).train(train)
+    x = torch.ones(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x) * 1
+    y.backward(torch.ones_like(y))
+
+
+def test_dropout_keeps_a_mask_of_bytes():
+    trace = record(partial(dropped, p=0.1), 1)[0]
+    found = [each for each in trace.entries if isinstance(each, Kernel) and "drop" in each.name]
+    assert [each.name for each in found] == ["native_dropout", "native_dropout_backward"]
+    assert sum(size for _, size in found[0].writes) == 3 * ROWS * WIDTH
+    assert ROWS * WIDTH in [each.num_bytes for each in trace.entries if isinstance(each, Allocate)]
+
+
+@pytest.mark.parametrize(("p", "train"), [(0.1, False), (0.0, True), (1.0, True)])
+def test_dropout_of_nothing_or_all_has_no_mask(p, train):
+    assert not [each.name for each in kernels(partial(dropped, p=p, train=train)) if "native_dropout" in each.name]
+
+
+def recurrent():
+    device = programs.begin()
+    nn.GRU(8, 16, device=device)(torch.ones(3, 2, 8, device=device))[0].sum().backward()
+
+
+def test_a_recurrent_network_is_an_assumption():
+    assert [each.rpartition(" at ")[0] for each in record(recurrent, 1)[0].assumptions] == [
+        "a recurrent network takes the kernels of a CPU, not those of cuDNN"
+    ]
+
+
 def test_outside_of_recorded_ranks_it_computes():
     """Another thread of the program's process, and the same one afterwards, get values and gradients."""
 
     def results():
         x = torch.arange(12.0).reshape(3, 4).requires_grad_()
+        torch.manual_seed(3)
         y = nn.functional.rms_norm(x, (4,), torch.ones(4), 1e-6)
-        y.square().sum().backward()
-        return y.detach(), x.grad
+        z = nn.functional.dropout(y, 0.5)
+        z.square().sum().backward()
+        return y.detach(), z.detach(), x.grad
 
     expected, during = results(), []
 
