@@ -57,7 +57,7 @@ def test_the_text_has_time_rates_exposed_lines_and_memory(step):
         ({"rails": 8}, "100GbE, a NIC for each GPU, 8 rails"),
         ({"rails": 8, "oversubscription": 8}, "100GbE, a NIC for each GPU, 8 rails, oversubscription 8"),
         ({"hosts": [8, 8, 4], "oversubscription": 4}, "100GbE, a NIC for each GPU, oversubscription 4"),
-        ({"hosts": [16]}, "100GbE"),
+        ({"hosts": [16]}, "not used: all ranks are on one host"),
     ],
 )
 def test_the_network_says_how_many_nics_there_are(options, text, step):

@@ -216,7 +216,7 @@ class Report:
         played = self.played
         table = _table("", "")
         if self.network:
-            table.add_row("network", f"{self.network}{_nics(played)}")
+            table.add_row("network", _network_text(self.network, played))
         table.add_row("step", f"{seconds_text(played.seconds)} {self.band}".rstrip())
         if self.tokens and played.seconds:
             table.add_row("tokens per second", f"{self.tokens / played.seconds:,.0f}")
@@ -387,16 +387,18 @@ def accuracy_text(played: Played) -> str:
     )
 
 
-def _nics(played: Played) -> str:
-    """Returns the NICs that a network between hosts has, as ", a NIC for each GPU". Empty if there are none."""
+def _network_text(name: str, played: Played) -> str:
+    """Returns a network with the NICs of its hosts, as "infiniband-400g, a NIC for each GPU"."""
     cluster = played.cluster
-    if played.device.is_synchronous or len(cluster.hosts) == 1:
-        return ""
+    if played.device.is_synchronous:
+        return name
+    if len(cluster.hosts) == 1:
+        return "not used: all ranks are on one host"
     ratio = cluster.oversubscription
     rails = f", {cluster.rails} rails" if cluster.rails else ""
     if ratio > 1 and set(cluster.hosts) == {ratio} and not cluster.rails:
-        return ", a NIC for each host"
-    return f", a NIC for each GPU{rails}{f', oversubscription {ratio:g}' if ratio > 1 else ''}"
+        return f"{name}, a NIC for each host"
+    return f"{name}, a NIC for each GPU{rails}{f', oversubscription {ratio:g}' if ratio > 1 else ''}"
 
 
 def seconds_text(seconds: float) -> str:
