@@ -89,6 +89,20 @@ def test_a_compiled_one_joins_its_neighbours():
     assert not [each for each in trace.entries if isinstance(each, Kernel) and "rms" in each.name]
 
 
+def penalized():
+    device = programs.begin()
+    norm = nn.RMSNorm(WIDTH, device=device)
+    x = torch.ones(ROWS, WIDTH, device=device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(norm(x).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    assert x.grad.shape == x.shape
+    assert norm.weight.grad.shape == norm.weight.shape
+
+
+def test_gradients_of_gradients_take_the_formula():
+    assert {"_fused_rms_norm", "rsqrt"} <= set(names(penalized))
+
+
 def sequence_parallel():
     device = programs.begin()
     mesh = init_device_mesh("cuda", (2,))

@@ -55,17 +55,23 @@ class _RMSNorm(torch.autograd.Function):
         with below_autograd():
             results: tuple[Tensor, Tensor] = torch.ops.aten._fused_rms_norm(x.contiguous(), shape, weight, eps)
         context.save_for_backward(x, weight, results[1])
-        context.shape = shape
+        context.shape, context.eps = shape, eps
         return results[0]
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         x, weight, scale = context.saved_tensors
         needed = [context.needs_input_grad[0], context.needs_input_grad[2]]
-        with below_autograd():
-            of_x, of_weight = torch.ops.aten._fused_rms_norm_backward(
-                gradient.contiguous(), x.contiguous(), context.shape, scale, weight, needed
-            )
+        if torch.is_grad_enabled():  # for gradients of gradients torch, too, takes the formula
+            result = by_formula(_RMS_NORM, x, context.shape, weight, context.eps)
+            inputs = [each for each, is_needed in zip((x, weight), needed, strict=True) if is_needed]
+            found = iter(torch.autograd.grad(result, inputs, gradient, create_graph=True))
+            of_x, of_weight = (next(found) if is_needed else None for is_needed in needed)
+        else:
+            with below_autograd():
+                of_x, of_weight = torch.ops.aten._fused_rms_norm_backward(
+                    gradient.contiguous(), x.contiguous(), context.shape, scale, weight, needed
+                )
         return of_x, None, of_weight, None
 
 
