@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import pkgutil
 import re
 import sys
@@ -263,7 +264,11 @@ def run(*words, capsys):
     return status, capsys.readouterr()
 
 
-def test_command(script, capfd):
+def test_command(script, capfd, monkeypatch):
+    (script.parent / "loaded_before.py").write_text("from os import remove\n")
+    monkeypatch.syspath_prepend(script.parent)
+    before = importlib.import_module("loaded_before")  # each rank has a module of its own in its place
+    monkeypatch.setitem(sys.modules, "loaded_before", before)
     status, shown = run("--gpu", "a100", "--hosts", "1x2", "--json", "--html", "report.html", "train.py", capsys=capfd)
     assert status == 0, shown.err
     assert {"[0] exit 0", "[1] exit 1"} <= set(shown.err.splitlines())
@@ -276,6 +281,7 @@ def test_command(script, capfd):
     page = (script.parent / "report.html").read_text()
     assert "<h1>train.py</h1>" in page
     assert "<h2>Skipped</h2><ul><li>torch.save at train.py:19</li></ul>" in page
+    assert before.remove is os.remove
 
 
 def test_an_unknown_gpu_is_refused_with_the_options():

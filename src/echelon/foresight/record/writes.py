@@ -358,20 +358,28 @@ def _ending_at_once(original: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def _replaced_everywhere(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
     """Inside, every module that holds one of these functions holds its replacement instead."""
-    _exchange(replacements)
+    changed = _exchange(replacements, _modules())
     try:
         yield
     finally:
-        # Also in modules that have been imported meanwhile.
-        _exchange({replacement: original for original, replacement in replacements.items()})
+        # Also in modules that have been imported meanwhile, and in those that a rank's own have taken the place of.
+        _exchange({replacement: original for original, replacement in replacements.items()}, [*changed, *_modules()])
 
 
-def _exchange(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+def _modules() -> list[dict[str, Any]]:
+    """Returns the names of all modules."""
+    found = (getattr(module, "__dict__", None) for key, module in list(sys.modules.items()) if key != _BUILT_IN)
+    return [names for names in found if type(names) is dict]
+
+
+def _exchange(
+    replacements: Mapping[Callable[..., Any], Callable[..., Any]], modules: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Replaces functions in modules. Returns the names of the modules that had one."""
     by_id = {id(old): new for old, new in replacements.items()}
-    for key, module in list(sys.modules.items()):
-        if key == _BUILT_IN:
-            continue
-        names = getattr(module, "__dict__", None)
-        if type(names) is dict and not by_id.keys().isdisjoint(map(id, names.values())):
-            found = [(name, new) for name, value in names.items() if (new := by_id.get(id(value))) is not None]
-            names.update(found)
+    changed = []
+    for names in modules:
+        if not by_id.keys().isdisjoint(map(id, names.values())):
+            names.update([(name, new) for name, value in names.items() if (new := by_id.get(id(value))) is not None])
+            changed.append(names)
+    return changed
