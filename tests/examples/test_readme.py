@@ -94,6 +94,13 @@ def test_the_readme_shows_what_a_hang_prints(monkeypatch, capfd):
     assert capfd.readouterr().err == expected
 
 
+def test_the_first_screen_shows_a_hang_and_a_picture_in_few_words():
+    first, *_ = (EXAMPLES.parent / "README.md").read_text().split("\n## ")
+    assert "```console\n$ echelon simulate" in first
+    assert "\n![" in first
+    assert len(re.sub(r"```.*?```", "", first, flags=re.DOTALL).split()) < 160
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_readme_shows_what_64_gpus_are_foreseen_to_do():
