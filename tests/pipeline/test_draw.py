@@ -165,6 +165,9 @@ def test_shapes_of_one_style_become_one_path():
     assert compact(f"{one}\n{blue}").count("<path") == 2
     transparent = other.replace("red", "red; opacity: 0.5")
     assert compact(transparent * 2).count("<path") == 2, "overlapping ones are darker"
+    box = '<path d="M 1 2 \nL 5 2 \nL 5 4 \nL 1 4 \nL 0 0 \nz\nM 9 4 \nL 5 4 \nC 1 1 2 2 3 3 \nL 3 4"/>'
+    assert compact(box) == '<path d="M1 2H5V4H1L0 0zM9 4H5C1 1 2 2 3 3L3 4"/>'
+    assert compact(compact(box)) == compact(box)
 
 
 def test_warm_up_and_drain_have_one_entry_for_both_panels(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -26,7 +27,7 @@ WIDTHS = (1280, 400)
 def tools(monkeypatch):
     """The modules of tools/site that need no mkdocs."""
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "site"))
-    names = ("api_pages", "command_page", "repository_pages")
+    names = ("api_pages", "command_page", "repository_pages", "smaller")
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         del sys.modules[name]
@@ -111,6 +112,32 @@ def test_links_of_a_page_to_files_outside_docs_become_links_of_the_site(tools):
     assert "benchmarks/ddp/README.md" in repository.pages()
 
 
+def test_a_page_gets_smaller_and_looks_the_same(tools):
+    page = "<p>\n    a\n    <b>b</b></p>\n\n<pre>\n    c\n</pre>\n    <script>\n  d\n</script>"
+    assert tools["smaller"].page(page) == "<p>\na\n<b>b</b></p>\n<pre>\n    c\n</pre>\n<script>\n  d\n</script>"
+
+
+SECTIONS = {
+    ("plan/", "<p>a  <code>b</code></p> <pre><code>$ c  d\n</code></pre> <pre><code>1\n2\n3\n</code></pre>"): (
+        "<p>a b</p> <pre><code>$ c  d\n</code></pre> "
+    ),
+    (
+        "reference/echelon/#echelon.f",
+        "<pre><code>f(x: int)\n</code></pre> <p>Does <code>f</code>.</p> <p>Parameters:</p> <ul> <li> <code>x</code>"
+        "      (<code>int</code>)  – <p>is <code>y</code>.</p> </li> <li> <code>*args</code> – z</li> </ul> <p>Raises:"
+        "</p> <ul> <li> <code>E</code> – </li> </ul>",
+    ): "<p>Does f.</p><p>Parameters: x, *args</p>",
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section[0])
+def test_the_index_of_the_search_has_prose_and_names(section, tools):
+    location, text = section
+    index = json.dumps({"config": {}, "docs": [{"location": location, "title": "a", "text": text}]})
+    (found,) = json.loads(tools["smaller"].index(index))["docs"]
+    assert found == {"location": location, "title": "a", "text": SECTIONS[section]}
+
+
 def build(folder, **variables):
     """Builds the site as `make docs` does."""
     if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:
@@ -181,15 +208,22 @@ def test_every_page_opens_without_complaint_and_is_small(width, site, browser):
             continue  # notes and sources of one form, whose width the other pages have tried
         browser.open(f"{site.address}/{page}/".replace("//", "/").replace(":/", "://"), width)
         faults += [f"{page}: {each}" for each in browser.complaints]
+        # Pictures further down are loaded when they come into view, the index of the search is loaded at once.
+        size = sum(map(site.num_bytes, {*loaded(browser), f"{site.address}/search/search_index.json"}))
+        faults += [f"{page}: {size} bytes when it is opened"] * (size >= 1_000_000)
         browser.run("for (const image of document.images) image.loading = 'eager'")
         browser.wait("[...document.images].every(image => image.complete)")
-        requests = [url for url in browser.requests if not url.startswith("data:")]
+        requests = loaded(browser)
         faults += [f"{page}: asks for {url}" for url in requests if not url.startswith(site.address)]
-        # The index of the search is loaded once, in a thread of its own.
         size = sum(site.num_bytes(url) for url in requests if "search_index" not in url)
-        faults += [f"{page}: {size} bytes"] * (size >= 1_000_000)
+        faults += [f"{page}: {size} bytes with all pictures"] * (size >= 1_000_000)
         faults += [f"{page}: {each}" for each in browser.run(LOOKS)]
     assert not faults
+
+
+def loaded(browser):
+    """Returns the addresses of the files that a page asked for."""
+    return [url for url in browser.requests if not url.startswith("data:")]
 
 
 LOOKS = """(() => {
@@ -277,6 +311,26 @@ def test_the_search_is_reached_by_keys_and_finds_a_word(width, site, browser):
     browser.press("Enter")
     browser.wait("location.pathname != '/' && document.body?.textContent.toLowerCase().includes('deadlock')")
     assert browser.complaints == []
+
+
+FOUND = {
+    "DistributedDataParallel": "/reference/echelon_data_parallel/#echelon.DistributedDataParallel",  # a class
+    "all_reduce_coalesced": "/reference/echelon/#echelon.ProcessGroup.all_reduce_coalesced",  # a method
+    "num_microbatches": "/reference/echelon_pipeline/#echelon.pipeline.Pipeline",  # an argument
+    "oversubscription": "/reference/commands/#echelon-foresee",  # an option
+    "ECHELON_SECRET": "/security/",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("words", FOUND)
+def test_the_search_finds_the_page_of_a_name(words, site, browser):
+    browser.open(f"{site.address}/?q={words}", 1280)
+    browser.wait("document.querySelectorAll('.md-search-result__link').length > 0")
+    links = browser.run("[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)")
+    found = [re.sub(r"\?[^#]*", "", link.removeprefix(site.address)) for link in links]
+    assert any(address.startswith(FOUND[words]) for address in found), found
 
 
 @pytest.mark.slow

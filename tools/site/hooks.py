@@ -13,6 +13,7 @@ from typing import Any
 
 import api_pages
 import command_page
+import smaller
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -33,8 +34,8 @@ def repository_url() -> str:
 REPOSITORY = Repository(ROOT, repository_url())
 PARTS = {"reference/": "API reference", "benchmarks/": "measurements"}
 """Ends of titles of pages whose name in the menu is that of a guide as well, by folder."""
-_NOT_SEARCHED = ("benchmarks/", "decisions/2026", "project/changelog", "source/")
-"""Pages that the search leaves out: notes and tables would stand before the pages that answer a question."""
+_NOT_SEARCHED = ("benchmarks/", "conformance/", "decisions/", "project/changelog", "reference/index", "source/")
+"""Pages that the search leaves out: notes, tables and lists would stand before the pages that answer a question."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -55,6 +56,18 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Lets browsers load pictures when they come into view."""
     del page, config, files
     return html.replace("<img ", '<img loading="lazy" ')
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Makes a page smaller."""
+    del page, config
+    return smaller.page(output)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Makes the index of the search smaller, which the plugin of the search has written before."""
+    path = Path(config.site_dir, "search", "search_index.json")
+    path.write_text(smaller.index(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -14,7 +14,11 @@ _SHAPE = re.compile(r'(?<=<path d=")[^"]*')
 
 
 def compact(svg: str) -> str:
-    """Returns an SVG that looks the same: places in hundredths of a point, and one path for neighbours of one style."""
+    """Returns an SVG that looks the same, with shorter paths.
+
+    Places are in hundredths of a point, level and upright lines name one of them, and neighbours of one style are one
+    path.
+    """
     shorter = _NO_TURN.sub("", _PLACES.sub(_rounded, svg))
     return _PATHS.sub(_joined, shorter)
 
@@ -25,8 +29,22 @@ def _rounded(match: re.Match[str]) -> str:
         lambda number: f"{round(float(number[0]), 2) + 0.0:.2f}".rstrip("0").rstrip("."), match["value"]
     )
     if match["name"] == "d":
-        value = re.sub(r"\s*([A-Za-z])\s*", r"\1", value).strip()
+        value = _straight(re.sub(r"\s*([A-Za-z])\s*", r"\1", value).strip())
     return f'{match["name"]}="{value}"'
+
+
+def _straight(shape: str) -> str:
+    """Returns a shape whose level and upright lines, the edges of all boxes, have one number in place of two."""
+    parts, x, y = [], "", ""
+    for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", shape):
+        part, (new_x, _, new_y) = command + numbers, numbers.partition(" ")
+        if command == "L" and new_y == y:
+            part = f"H{new_x}"
+        elif command == "L" and new_x == x:
+            part = f"V{new_y}"
+        parts.append(part)
+        x, y = (new_x, new_y) if command in "ML" else ("", "")
+    return "".join(parts)
 
 
 def _joined(match: re.Match[str]) -> str:
