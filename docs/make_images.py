@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -26,6 +28,16 @@ def draw_plans() -> None:
     schedules.build("dualpipe-v", 4, 10).simulate(costs).draw(IMAGES / "dualpipe-v.svg")
     schedules.build("zb-v", 4, 8).simulate(costs).draw(IMAGES / "zb-v-dark.svg", theme="dark")
     schedules.build("1f1b", 16, 48).simulate(costs).draw(IMAGES / "1f1b-16-by-48.png")
+
+
+def draw_own() -> None:
+    """Draws the schedule that docs/tutorials/write_a_schedule.md writes, by the blocks of this page."""
+    page = (IMAGES.parent / "tutorials" / "write_a_schedule.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page.partition("../images/")[0], re.MULTILINE | re.DOTALL)
+    variables: dict[str, object] = {}
+    with contextlib.chdir(IMAGES):
+        for block in blocks:
+            exec(block, variables)
 
 
 def measure(group: ProcessGroup) -> tuple[Timeline, int]:
@@ -61,4 +73,5 @@ def draw_run() -> None:
 
 if __name__ == "__main__":
     draw_plans()
+    draw_own()
     draw_run()

@@ -1,7 +1,8 @@
 """Makes notebooks of three tutorials, with their outputs: python tools/notebooks.py
 
 A block of Python becomes a cell, a file a cell with %%writefile, a command a cell that begins with an exclamation mark.
-Each has the output that the page shows. Tests run the page, so it is the output of a run.
+Each has the output that the page shows. Tests run the page, so it is the output of a run. A notebook with files begins
+with a cell that makes a folder for them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ sys.path.insert(0, str(ROOT))  # `python tools/notebooks.py` has the folder of t
 from tests.helpers.pages import blocks_of  # noqa: E402
 
 NAMES = ("choose_a_schedule", "debug_torch_distributed", "write_a_schedule")
+_OWN_FOLDER = """\
+# The files of this notebook go into a new folder, where they overwrite none of yours.
+import os
+import tempfile
+
+os.chdir(tempfile.mkdtemp())
+"""
 _NOTE = re.compile(r"^This page is also a notebook: .*\n\n", re.MULTILINE)
 
 
@@ -26,11 +34,14 @@ def notebook(page: str) -> dict[str, Any]:
     """Returns the notebook of a page in the format of Jupyter, version 4.5."""
     page = _NOTE.sub("", page)
     cells, end = [], 0
+    has_files = any(block.kind not in ("python", "console") for block in blocks_of(page))
     for block in blocks_of(page):
         cells += _prose(page[end : block.start], len(cells))
         end = block.end
         cells.append(_code(block.kind, block.code, block.expected, len(cells)))
     cells += _prose(page[end:], len(cells))
+    if has_files:
+        cells.insert(1, _code("python", _OWN_FOLDER, "", len(cells)))  # below the title
     for count, cell in enumerate((cell for cell in cells if cell["cell_type"] == "code"), 1):
         cell["execution_count"] = count
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

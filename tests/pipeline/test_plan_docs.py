@@ -11,6 +11,7 @@ import pytest
 from echelon.cli import main
 from echelon.pipeline import Costs, schedules
 from echelon.timeline.timeline import Timeline
+from tests.helpers import pages
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 COMMANDS = re.compile(r"```console\n(.*?)```", re.DOTALL)
@@ -50,8 +51,8 @@ def test_the_code_runs(tmp_path):
 
 
 def test_every_picture_is_there():
-    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGE.parent.glob("*.md")}
-    names = {name: re.findall(r"\(images/(.*?)\)", text) for name, text in pages.items()}
+    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGE.parent.rglob("*.md")}
+    names = {name: re.findall(r"\((?:\.\./)?images/(.*?)\)", text) for name, text in pages.items()}
     assert len(names[PAGE.name]) == 6
     assert {path.name for path in (PAGE.parent / "images").iterdir()} == {
         each for found in names.values() for each in found
@@ -75,6 +76,13 @@ def test_pictures_are_up_to_date(file, name, num_microbatches, against, tmp_path
 
     simulated(name).draw(tmp_path / file, None if against is None else simulated(against))
     assert texts(PAGE.parent / "images" / file) == texts(tmp_path / file)
+
+
+def test_the_picture_of_the_tutorial_is_up_to_date(tmp_path):
+    page = (PAGE.parent / "tutorials" / "write_a_schedule.md").read_text(encoding="utf-8")
+    for _ in pages.outputs(page.partition("../images/")[0], tmp_path):
+        pass
+    assert texts(PAGE.parent / "images" / "waves-split.svg") == texts(tmp_path / "waves-split.svg")
 
 
 def texts(path: Path) -> list[str]:

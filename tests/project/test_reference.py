@@ -140,10 +140,9 @@ echelon.data_parallel.PowerSGD.at_end before_forward state_dict
 echelon.pipeline.Pipeline.eval named_parameters no_sync state_dict train
 echelon.pipeline.keyed
 echelon.timeline.timeline.Timeline.title_of
-echelon.pipeline.schedules.names
-echelon.pipeline.plan.action.Action.parts
-echelon.pipeline.plan.action.Overlapped.parts
-echelon.pipeline.plan.action.loop vee
+echelon.pipeline.schedules.loop names vee
+echelon.pipeline.schedules.Action.parts
+echelon.pipeline.schedules.Overlapped.parts
 echelon.pipeline.plan.fuse.exact_stages is_exact
 echelon.pipeline.plan.program.lower
 echelon.pipeline.schedules.recommendation.table

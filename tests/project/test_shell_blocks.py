@@ -1,5 +1,6 @@
 """Blocks of shell commands in README.md and docs/: a test runs each of them, or the reason against it stands here."""
 
+import ast
 import os
 import re
 import shlex
@@ -7,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,32 +25,49 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(sh|bash|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
+TUTORIALS = "tests/project/test_tutorials.py::test_every_block_prints_what_the_page_shows"
 ELSEWHERE = {
     "README.md": {
-        "tests/examples/test_readme.py": ("echelon simulate", "echelon foresee", "echelon plan", "echelon ch")
+        "tests/examples/test_readme.py::test_the_readme_shows_what_a_hang_prints": ("echelon simulate",),
+        "tests/examples/test_readme.py::test_the_readme_shows_what_64_gpus_are_foreseen_to_do": ("echelon foresee",),
+        "tests/examples/test_readme.py::test_the_plan_command_runs": ("echelon plan",),
+        "tests/examples/test_readme.py::test_the_other_python_blocks_run": ("echelon checkpoint",),
     },
-    "docs/bench.md": {"tests/bench/test_docs.py": ("echelon bench all_reduce -n 16 --backend simulated",)},
-    "docs/cluster.md": {
-        "tests/launch/test_cluster.py": (
-            "echelon run",
-            "RANK=0",
-            "torchrun --nnodes 2 --node-rank 0",
-            "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-id",
-            "mpirun --host",
-            "#!/bin/bash",
+    "docs/bench.md": {
+        "tests/bench/test_docs.py::test_what_is_simulated_prints_what_it_says": (
+            "echelon bench all_reduce -n 16 --backend simulated",
         )
     },
-    "docs/collectives.md": {"tests/collectives/test_docs.py": ("echelon plan",)},
-    "docs/foresee.md": {"tests/examples/test_readme.py": ("echelon foresee -n 64 --gpu h100",)},
-    "docs/plan.md": {"tests/pipeline/test_plan_docs.py": ("echelon plan",)},
-    "docs/simulation.md": {"tests/simulation/test_docs.py": ("echelon simulate",)},
-    "docs/coming_from/torchrun_and_ddp.md": {"tests/project/test_tutorials.py": ("torchrun", "echelon run")},
-    "docs/tutorials/debug_torch_distributed.md": {"tests/project/test_tutorials.py": ("echelon simulate",)},
-    "docs/tutorials/foresee_a_cluster.md": {"tests/project/test_tutorials.py": ("echelon foresee",)},
-    "docs/tutorials/from_one_process_to_ddp.md": {"tests/project/test_tutorials.py": ("python", "echelon run")},
-    "docs/tutorials/hugging_face_pipeline.md": {"tests/project/test_tutorials.py": ("echelon checkpoint export",)},
+    "docs/cluster.md": {
+        "tests/launch/test_cluster.py::test_on_one_host_nothing_has_to_be_set": ("echelon run",),
+        "tests/launch/test_cluster.py::test_by_hand_over_ipv6": ("RANK=0",),
+        "tests/launch/test_cluster.py::test_torchrun_on_two_hosts": (
+            "torchrun --nnodes 2 --node-rank 0",
+            "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-id",
+        ),
+        "tests/launch/test_cluster.py::test_mpirun_on_two_hosts": ("mpirun --host",),
+        "tests/launch/test_cluster.py::test_srun_on_two_hosts_by_its_environment": ("#!/bin/bash",),
+    },
+    "docs/collectives.md": {
+        "tests/collectives/test_docs.py::test_the_shell_prints_what_it_says": ("echelon plan",),
+    },
+    "docs/plan.md": {
+        "tests/pipeline/test_plan_docs.py::test_commands_print_what_stands_below_them": ("echelon plan",),
+    },
+    "docs/simulation.md": {
+        "tests/simulation/test_docs.py::test_the_command_prints_what_the_page_shows": ("echelon simulate",),
+    },
+    "docs/coming_from/torchrun_and_ddp.md": {TUTORIALS: ("torchrun", "echelon run")},
+    "docs/tutorials/debug_torch_distributed.md": {TUTORIALS: ("echelon simulate",)},
+    "docs/tutorials/foresee_a_cluster.md": {TUTORIALS: ("echelon foresee",)},
+    "docs/tutorials/from_one_process_to_ddp.md": {TUTORIALS: ("python", "echelon run")},
+    "docs/tutorials/hugging_face_pipeline.md": {TUTORIALS: ("echelon checkpoint export",)},
+    "docs/tutorials/write_a_schedule.md": {TUTORIALS: ("echelon run",)},
 }
-"""Blocks that tests of their pages run: page, file of the tests, beginnings of the blocks."""
+"""Blocks that tests of their pages run: page, test, beginnings of the blocks."""
+
+AS_README = {("docs/foresee.md", "echelon foresee -n 64 --gpu h100")}
+"""Blocks whose command the README has, too, and its test runs."""
 
 NOT_RUN = {
     ("docs/cluster.md", "kubectl"): "needs a cluster: test_cluster.py runs the manifest's command, without Kubernetes",
@@ -250,17 +268,89 @@ def is_run_elsewhere(block: Block) -> bool:
 
 
 def test_no_block_is_left_out():
-    listed = [(case.page, case.beginning) for case in CASES] + [STUCK, *NOT_RUN]
+    listed = [(case.page, case.beginning) for case in CASES] + [STUCK, *NOT_RUN, *AS_README]
     for block in blocks():
         here = sum(block.page == page and begins(block, beginning) for page, beginning in listed)
         assert here + is_run_elsewhere(block) == 1, f"{block.page}: {block.code}"
     for page, beginning in listed:
         assert sum(block.page == page and begins(block, beginning) for block in blocks()) == 1, beginning
     for page, tests in ELSEWHERE.items():
-        for file, beginnings in tests.items():
-            assert (ROOT / file).exists()
-            for beginning in beginnings:
-                assert any(block.page == page and block.code.startswith(beginning) for block in blocks()), beginning
+        for beginning in (each for beginnings in tests.values() for each in beginnings):
+            assert any(block.page == page and block.code.startswith(beginning) for block in blocks()), beginning
+
+
+def test_the_readme_has_the_commands_that_its_test_runs_for_other_pages():
+    readme = [block.code for block in blocks() if block.page == "README.md"]
+    for page, beginning in AS_README:
+        (code,) = (block.code for block in blocks() if block.page == page and begins(block, beginning))
+        assert code in readme
+
+
+class Source:
+    """Definitions of a file of tests, and what they name."""
+
+    def __init__(self, file: str) -> None:
+        self.definitions: dict[str, ast.stmt] = {}
+        self.of_pages: set[str] = set()
+        """Names that are imported from tests.helpers.pages, which runs all blocks of a page."""
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef):
+                self.definitions[node.name] = node
+            elif isinstance(node, ast.ImportFrom) and node.module == "tests.helpers.pages":
+                self.of_pages = {alias.name for alias in node.names}
+            elif isinstance(node, ast.Assign):
+                self.definitions |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+
+    def named_by(self, name: str) -> set[str]:
+        """Returns the names in a definition; an argument of a test is the name of a fixture."""
+        found = list(ast.walk(self.definitions[name])) if name in self.definitions else []
+        return {node.id for node in found if isinstance(node, ast.Name)} | {
+            node.arg for node in found if isinstance(node, ast.arg)
+        }
+
+    def reached_from(self, name: str) -> set[str]:
+        """Returns a name with all names that its definition needs."""
+        reached: set[str] = set()
+        waiting = {name}
+        while waiting:
+            reached |= waiting
+            waiting = {other for each in waiting for other in self.named_by(each)} - reached
+        return reached
+
+    def texts_of(self, names: Iterable[str]) -> set[str]:
+        """Returns the constant texts in definitions."""
+        nodes = (node for name in names if name in self.definitions for node in ast.walk(self.definitions[name]))
+        return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def takes(test: str, page: str, block: str) -> bool:
+    """Whether a test reads a page, and runs all of its blocks or has the beginning or the pattern of this one."""
+    file, _, name = test.partition("::")
+    source = Source(file)
+    assert name in source.definitions, f"{file} has no {name}"
+    reached = source.reached_from(name)
+    texts = source.texts_of(reached)
+    folder = Path(page).parent.name
+    if Path(page).name not in texts and not {folder, "*.md"} <= texts:
+        return False
+    if "outputs" in reached & source.of_pages:
+        return True
+    lists = {each for each in source.named_by(name) if each.isupper()}
+    texts = source.texts_of([name]) | {text for text in source.texts_of(lists) if "```" in text}
+    beginnings = {text for text in texts if re.match(r"\S+[ =]\S", text)}  # a program and more
+    return any(line.startswith(text) for line in block.splitlines() for text in beginnings) or any(
+        re.search(text, block, re.MULTILINE | re.DOTALL) for text in texts if text.startswith(("```", "^"))
+    )
+
+
+@pytest.mark.parametrize(("page", "test"), [(page, test) for page, tests in ELSEWHERE.items() for test in tests])
+def test_the_test_elsewhere_takes_the_block(page, test):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = [match[0] for match in BLOCK.finditer(text)]
+    for beginning in ELSEWHERE[page][test]:
+        taken = [block for block in found if re.search(rf"^(?:\$ )?{re.escape(beginning)}", block, re.MULTILINE)]
+        assert taken
+        assert all(takes(test, page, block) for block in taken), beginning
 
 
 def programs(folder: Path) -> dict[str, str]:

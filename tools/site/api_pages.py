@@ -52,10 +52,6 @@ ALSO = {
         "echelon.pipeline.plan.partition.partition",
     ),
     "echelon.pipeline.schedules": (
-        "echelon.pipeline.plan.action.Action",
-        "echelon.pipeline.plan.action.Overlapped",
-        "echelon.pipeline.plan.action.loop",
-        "echelon.pipeline.plan.action.vee",
         "echelon.pipeline.plan.cost.transfer_time",
         "echelon.pipeline.plan.fuse.exact_stages",
         "echelon.pipeline.plan.fuse.is_exact",
