@@ -199,6 +199,18 @@ def test_each_page_has_a_title_of_its_own_and_each_anchor_is_there_once(site):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_the_menu_has_every_page(site):
+    """The theme took a README for the page of its section, and left it out of the menu."""
+    wanted = re.findall(r"^ +- ([^:\n]+): \S+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    text = (site.folder / "plan" / "index.html").read_text(encoding="utf-8")
+    links = re.findall(r'<a href="[^"]*" class="md-nav__link[^"]*">(.*?)</a>', text, re.DOTALL)
+    shown = Counter(re.sub(r"<[^>]*>", "", link).strip().replace("&#39;", "'") for link in links)
+    assert len(wanted) > 50
+    assert Counter(wanted) - shown == Counter()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_page_opens_without_complaint_and_is_small(width, site, browser):
     faults = []
@@ -318,6 +330,7 @@ FOUND = {
     "all_reduce_coalesced": "/reference/echelon/#echelon.ProcessGroup.all_reduce_coalesced",  # a method
     "num_microbatches": "/reference/echelon_pipeline/#echelon.pipeline.Pipeline",  # an argument
     "oversubscription": "/reference/commands/#echelon-foresee",  # an option
+    "--sweep": "/foresee/",
     "ECHELON_SECRET": "/security/",
 }
 
@@ -326,7 +339,10 @@ FOUND = {
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("words", FOUND)
 def test_the_search_finds_the_page_of_a_name(words, site, browser):
-    browser.open(f"{site.address}/?q={words}", 1280)
+    browser.open(f"{site.address}/", 1280)
+    browser.key("f")
+    browser.wait("document.activeElement.matches('.md-search__input')")
+    browser.type(words)
     browser.wait("document.querySelectorAll('.md-search-result__link').length > 0")
     links = browser.run("[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)")
     found = [re.sub(r"\?[^#]*", "", link.removeprefix(site.address)) for link in links]
