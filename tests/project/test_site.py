@@ -343,10 +343,9 @@ def test_the_search_finds_the_page_of_a_name(words, site, browser):
     browser.key("f")
     browser.wait("document.activeElement.matches('.md-search__input')")
     browser.type(words)
-    browser.wait("document.querySelectorAll('.md-search-result__link').length > 0")
-    links = browser.run("[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)")
-    found = [re.sub(r"\?[^#]*", "", link.removeprefix(site.address)) for link in links]
-    assert any(address.startswith(FOUND[words]) for address in found), found
+    browser.wait(f"""[...document.querySelectorAll(".md-search-result__link")].some(
+        link => (new URL(link.href).pathname + link.hash).startsWith("{FOUND[words]}")
+    )""")
 
 
 @pytest.mark.slow
@@ -371,7 +370,7 @@ def test_keys_pass_by_the_menu_that_is_folded_away(site, browser):
         browser.key("Tab")
         if not browser.run(IS_INSIDE):
             away.append(browser.run("document.activeElement.textContent.trim().slice(0, 40)"))
-    assert away in ([], ["Initializing search"])  # the theme's own, which is empty
+    assert away in ([], ["Initializing search"], ["Type to start searching"])  # the theme's own, which is empty
 
 
 IS_INSIDE = """(() => {
