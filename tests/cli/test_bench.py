@@ -175,10 +175,10 @@ def test_what_is_missing_for_mpi_is_named(capsys, monkeypatch):
         ("all_reduce --algorithm tree", "all_reduce has no algorithm 'tree': choose from ring, "),
         ("send_recv --algorithm ring", "--algorithm ring: a message needs none; leave --algorithm out"),
         ("send_recv -n 1", "send_recv with 1 rank: there is nobody to send to; give -n 2 or more"),
-        ("broadcast --root 2", "--root=2 is not a rank of this group of 2: use 0 to 1"),
-        ("all_reduce --backend carrier", "backend='carrier' is unknown: use one of auto, "),
+        ("broadcast --root 2", "--root 2 is not a rank of this group of 2: use 0 to 1"),
+        ("all_reduce --backend carrier", "--backend carrier: use one of auto, "),
         ("all_reduce --network 10GbE", "--network 10GbE: only simulated ranks have that; add --backend simulated"),
-        ("all_reduce --backend simulated --network slow", "network='slow': use one of 1GbE, "),
+        ("all_reduce --backend simulated --network slow", "--network slow: use one of 1GbE, "),
         (
             "all_reduce --backend simulated --local-network 1GbE",
             "--local-network 1GbE: there are no hosts; add --hosts",
@@ -190,7 +190,7 @@ def test_what_is_missing_for_mpi_is_named(capsys, monkeypatch):
             "all_reduce --backend shm --algorithm ring",
             "--algorithm ring: algorithms are for messages, not for shared memory; leave out --backend shm",
         ),
-        ("all_reduce --backend simulated --op sum --dtype bool", "op='sum' has no meaning for torch.bool: convert "),
+        ("all_reduce --backend simulated --op sum --dtype bool", "--op sum has no meaning for torch.bool: convert "),
     ],
 )
 def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message):

@@ -193,6 +193,37 @@ def test_a_closed_pipe_ends_a_command_without_a_word(tmp_path, monkeypatch, comm
     assert (ended.returncode, ended.stderr or "") == (141, "")
 
 
+@pytest.mark.parametrize("command", ["--version", "plan gpipe -r 2 -m 2", "plan --compare -r 2 -m 2 --json"])
+def test_a_full_disk_is_told_in_one_line(command):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "echelon", *command.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    told = "echelon: cannot write the output: No space left on device; write it to another place\n"
+    assert (ended.returncode, ended.stderr) == (1, told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["simulate -n 2", "simulate -n 2 --json", "run -q -n 2", "foresee -n 2"])
+def test_a_full_disk_under_the_output_of_a_script_is_told_in_one_line(tmp_path, command):
+    (tmp_path / "lines.py").write_text("for _ in range(1000): print('line')")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "echelon", *command.split(), "lines.py"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("echelon: cannot write the output: No space left on device")
+
+
 def test_a_script_that_may_not_be_read_is_one_line(monkeypatch, capsys, tmp_path):
     (tmp_path / "train.py").touch()
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may read all

@@ -28,7 +28,7 @@ from echelon.simulation.faults import Delay, Kill, NetworkPartition, Pause, Slow
     ],
 )
 def test_a_text_is_a_fault(text, fault):
-    assert parse([text]) == [fault]
+    assert parse([text], 6) == [fault]
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_a_text_is_a_fault(text, fault):
     ],
 )
 def test_a_fault_has_the_text_that_made_it(text):
-    assert [fault_text(fault) for fault in parse([text])] == [text]
+    assert [fault_text(fault) for fault in parse([text], 6)] == [text]
 
 
 def test_several_are_separated_by_commas_or_given_one_by_one():
     expected = [Kill(2, at_op=17), NetworkPartition({0, 1}, {2, 3}), Slow(1, 3.0)]
-    assert parse(["kill:2@op=17, partition:0,1|2,3", "slow:1x3"]) == expected
-    assert parse([]) == []
+    assert parse(["kill:2@op=17, partition:0,1|2,3", "slow:1x3"], 4) == expected
+    assert parse([], 4) == []
 
 
 @pytest.mark.parametrize(
@@ -74,18 +74,21 @@ def test_several_are_separated_by_commas_or_given_one_by_one():
         ("partition:1-2-3|0", "1-2-3 are no ranks"),
         ("pause:1", "write it as pause:1@0.5-1.0"),
         ("pause:1@2-1", "the end must come after the start"),
+        ("kill:6@op=1", "6 is not one of 6 ranks: use 0 to 5"),
+        ("delay:0-7:1", "7 is not one of 6 ranks"),
         ("kill:1@op=2,", "write it as kill:2@op=17"),
     ],
 )
 def test_a_text_that_is_no_fault_is_told_in_one_line(text, told):
     with pytest.raises(LaunchError) as caught:
-        parse([text])
+        parse([text], 6)
+    assert str(caught.value).startswith(f"--faults {text}: ")
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_each_kind_has_an_example_that_is_one():
     for kind, form in FORMS.items():
-        (fault,) = parse([form.split(" ")[0]])
+        (fault,) = parse([form.split(" ")[0]], 4)
         assert form.startswith(f"{kind}:")
         assert form in IN_WORDS, fault

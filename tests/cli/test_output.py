@@ -18,6 +18,7 @@ from rich.console import Console
 from echelon.cli import main
 from echelon.cli.completion import NETWORKS
 from echelon.cli.output import AboveProgress, WarnedOnce, print_table, working
+from echelon.launch.status_line import columns_of_text
 from echelon.simulation import PRESETS
 from tests.helpers.commands import printed
 
@@ -39,6 +40,18 @@ def test_a_table_that_is_too_wide_is_wrapped_in_its_last_column():
 def test_a_script_gets_one_line_for_a_row():
     assert len(shown(40, False)) == 3
     assert shown(80, False)[1] == "a      1.5  some words that are too long for a narrow terminal"
+
+
+def test_a_table_in_a_pipe_follows_the_variable(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert shown(40, False) == shown(40, True)
+
+
+@pytest.mark.parametrize(("value", "columns"), [(None, 80), ("", 80), ("0", 80), ("wide", 80), ("120", 120), ("9", 40)])
+def test_reports_follow_the_variable(monkeypatch, value, columns):
+    if value is not None:
+        monkeypatch.setenv("COLUMNS", value)
+    assert columns_of_text() == columns
 
 
 def test_numbers_move_together_and_are_not_wrapped():

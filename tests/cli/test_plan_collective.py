@@ -131,8 +131,8 @@ def test_files_are_written(capsys, tmp_path):
     [
         ("all-reduce --algorithm tree -r 4", "all_reduce has no algorithm 'tree': choose from ring, "),
         ("all-reduce --algorithm ring", "-r is missing: give the number of ranks, as -r 4"),
-        ("all-reduce --algorithm ring -r 0", "num_ranks=0: a plan has at least 1 rank"),
-        ("broadcast --algorithm binomial -r 4 --root 4", "root=4 is not a rank of this group of 4: use 0 to 3"),
+        ("all-reduce --algorithm ring -r 0", "-r 0: give a number greater than or equal to 1"),
+        ("broadcast --algorithm binomial -r 4 --root 4", "--root 4 is not a rank of this group of 4: use 0 to 3"),
         ("all-reduce --algorithm hierarchical -r 4", "hierarchical: no hosts for 4 ranks: give the host of each rank"),
         ("all-reduce --algorithm ring -r 4 --hosts a,b", "--hosts a,b is for 2, not for 4 ranks: give as a,a,b,b"),
         (
@@ -145,7 +145,7 @@ def test_files_are_written(capsys, tmp_path):
         ("all-reduce -r 1000000000000", "-r "),
         ("broadcast -r 4 --alpha 1e400", "--alpha 1e400: above 1e100; give a smaller number, such as 1.5"),
         ("all-reduce --algorithm ring -r 4 -m 4", "No such option: -m"),
-        ("all-reduce --svg a.svg", "a.svg: there are several plans to draw; name one, as --algorithm ring -r 4"),
+        ("all-reduce --svg a.svg", "--svg a.svg: there are several plans to draw; name one, as --algorithm ring -r 4"),
         ("all-reduce --algorithm ring -r 4 --svg a.png", "--svg a.png: give a name that ends in .svg"),
         ("all-reduce --algorithm ring -r 4 --png no/a.png", "cannot write no/a.png: the folder no does not exist; "),
     ],

@@ -75,7 +75,7 @@ def test_optimizers_do_not_end_such_a_step():
 
 
 def test_a_function_that_is_never_called_is_an_error_with_names_like_it():
-    with pytest.raises(LaunchError, match=r"until train_stop: rank 0 called no function.*train\.train_step"):
+    with pytest.raises(LaunchError, match=r"until='train_stop': rank 0 called no function.*train\.train_step"):
         echelon.foresee(train, 1, until="train_stop")
 
 

@@ -87,7 +87,9 @@ def _printed_by(command: str, folder: Path) -> str:
     words = shlex.split(command)
     # The interpreter of the tests, wherever its scripts are; torchrun is a module too.
     module = {"echelon": ["-m", "echelon"], "torchrun": ["-m", "torch.distributed.run"], "python": []}[words[0]]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "100"}
+    # The report of a forecast as it is without the variable; pictures are wider.
+    columns = "80" if words[:2] == ["echelon", "foresee"] else "100"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": columns}
     command_line = [sys.executable, *module, *words[1:]]
     done = subprocess.run(
         command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False

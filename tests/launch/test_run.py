@@ -332,6 +332,14 @@ def test_an_error_with_a_file_name_that_is_no_text_is_told(script):
     assert "[1] OSError: no file \\udcff" in ended.err
 
 
+def test_a_job_that_cannot_be_started_is_told_without_a_traceback(script, tmp_path):
+    text = "raise echelon.LaunchError(\"backend='mpi' needs mpi: use backend='gloo'\")"
+    ended = run(2, script(textwrap.dedent(REPORTING) + "import echelon\n" + text), str(tmp_path))
+    first, last = ended.err.splitlines()
+    assert "raised LaunchError: backend='mpi' needs mpi: use backend='gloo' (" in first
+    assert last.startswith("echelon: all 2 ranks failed alike: each raised LaunchError: ")
+
+
 def test_ranks_that_all_fail_alike_have_no_root_cause(script, tmp_path):
     path = script(textwrap.dedent(REPORTING) + "raise KeyError('the cause')")
     ended = run(3, path, str(tmp_path))

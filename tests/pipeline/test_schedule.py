@@ -150,7 +150,7 @@ def test_an_unknown_name():
         (("looped-bfs", 4, 8, 0), "num_chunks=0: looped-bfs needs"),
         (("1f1b", 4, 8, 2), "num_chunks=2: 1f1b has 1 per rank; pass 1, or take interleaved-1f1b"),
         (("dualpipe-v", 4, 8, 1), "num_chunks=1: dualpipe-v has 2 per rank; pass 2"),
-        (("dualpipe-v", 4, 7), "num_microbatches=7: dualpipe-v needs at least 2 x num_ranks; give 8 or more"),
+        (("dualpipe-v", 4, 7), "num_microbatches=7: dualpipe-v needs at least 2 per rank; give 8 or more"),
         (("1f1b", 4, 8, 1, 4), "group_size=4: 1f1b has no groups"),
         (("interleaved-1f1b", 4, 8, 2, 3), "group_size=3: .* give at least 4"),
         (("interleaved-1f1b", 4, 8, 2, 0), "group_size=0: interleaved-1f1b needs"),

@@ -30,7 +30,7 @@ from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import init
 from echelon.launch.spawn import spawn
-from echelon.launch.status_line import is_terminal
+from echelon.launch.status_line import columns_of_text, is_terminal
 from echelon.simulation import Network, simulate
 from echelon.wording import counted
 
@@ -115,7 +115,9 @@ def measure_and_print(
     prints = group.rank == 0
     shown = progress(request.as_json) if prints else None
     try:
-        about = textwrap.fill(_head(group, request), 80, subsequent_indent="#   ", break_long_words=False)
+        about = textwrap.fill(
+            _head(group, request), columns_of_text(), subsequent_indent="#   ", break_long_words=False
+        )
         head = f"{about}\n{table.titles([subject.name for subject in subjects])}\n"
 
         def report(row: Row) -> None:

@@ -218,7 +218,7 @@ class Request:
             LaunchError: a message between fewer than 2 ranks.
         """
         if self.operation in ROOTED and not 0 <= self.root < num_ranks:
-            raise InvalidRank(self.root, num_ranks, "--root")
+            raise InvalidRank(self.root, num_ranks, "root")
         if self.operation == "send_recv" and num_ranks < 2:
             raise LaunchError(f"send_recv with {num_ranks} rank: there is nobody to send to; give -n 2 or more")
 

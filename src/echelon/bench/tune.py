@@ -33,6 +33,7 @@ from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import init
 from echelon.launch.spawn import spawn
+from echelon.launch.status_line import columns_of_text
 from echelon.launch.tuned import VARIABLE, default_path
 from echelon.simulation import simulate
 
@@ -80,7 +81,10 @@ def _tune_and_write(group: ProcessGroup, tuning: Tuning) -> None:
     if tuning.as_json:
         print_above(text.rstrip("\n"), sys.stdout)
         return
-    rules = (textwrap.fill(line, 80, subsequent_indent="  ") for line in _sentences(from_text(text, str(path))))
+    rules = (
+        textwrap.fill(line, columns_of_text(), subsequent_indent="  ")
+        for line in _sentences(from_text(text, str(path)))
+    )
     print_above("\n" + "\n".join(rules), sys.stdout)
     reads = "" if tuning.output is None else f" where {VARIABLE}={path} is set"
     print_above(f"\nwrote {path}: new jobs whose rank 0 is on this host use it{reads}", sys.stdout)
@@ -298,10 +302,11 @@ _TITLES = _COLUMNS.format("operation", "ranks", "bytes") + "us by algorithm, the
 
 
 def _line(timing: Timing) -> str:
-    """Returns a row of at most 80 columns, in several lines if need be."""
+    """Returns a row, in several lines if need be."""
     columns = _COLUMNS.format(timing.operation, len(timing.hosts), timing.size)
     ordered = sorted(timing.seconds.items(), key=lambda item: item[1])
     # A space that does not break keeps a time beside its name.
     times = ", ".join(f"{name}\xa0{seconds * 1e6:.4g}" for name, seconds in ordered)
-    wrapped = textwrap.fill(times, 80, initial_indent=columns, subsequent_indent=" " * len(columns))
+    width, indent = columns_of_text(), " " * len(columns)
+    wrapped = textwrap.fill(times, width, initial_indent=columns, subsequent_indent=indent)
     return wrapped.replace("\xa0", " ")

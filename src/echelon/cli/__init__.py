@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -11,8 +13,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
     Prints a user's mistake as one line on stderr. Status 2 for a bad argument or value, 130 after Ctrl-C, 141 if the
-    reader of the output has gone, such as `head`, and 1 for other errors. After SIGTERM `run` and `foresee --sweep`
-    return 143; the signal itself ends the others, which a shell reports as 143, too.
+    reader of the output has gone, such as `head`. 1 for other errors, such as a full disk. After SIGTERM `run` and
+    `foresee --sweep` return 143; the signal itself ends the others, which a shell reports as 143, too.
 
     Args:
         arguments: without the name of the program; None: `sys.argv`.
@@ -35,9 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # typer and rich answer a closed pipe by sys.exit(1), the status of a check that failed.
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
-        # Else Python writes the rest of the buffer at its end, and a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141  # 128 + SIGPIPE, as a shell reports it
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _drop_output()
+        with contextlib.suppress(OSError):  # it may be standard error itself
+            print(f"echelon: cannot write the output: {error.strerror}; write it to another place", file=sys.stderr)
+        return 1
     finally:
         if kept is not None:
             os.dup2(kept, _STDOUT)
@@ -46,6 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 _STDOUT, _STDERR = 1, 2
 """File descriptors."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a file that takes no more output, as /dev/full."""
+
+
+def _drop_output() -> None:
+    # Else Python writes the rest of the buffer at its end, and a traceback.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_standard_streams() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from echelon.bench.request import Request, Tuning, is_launched
+from echelon.cli.completion import NETWORKS
+from echelon.cli.options import check_name
 from echelon.cli.output import working
+from echelon.launch.backends import NAMES as BACKENDS
 
 _PER_SECOND = 1.0
 """How often the progress is drawn: more often would take time of the ranks that are measured."""
@@ -18,6 +21,9 @@ def bench(request: Request) -> int:
     peak), wrong the number of wrong elements on all ranks. Exits with status 1 if any element was wrong.
     """
     request = request.checked()
+    check_name("--backend", request.backend, BACKENDS)
+    check_name("--network", request.network, NETWORKS)
+    check_name("--local-network", request.local_network, NETWORKS)
     # Imports torch, which takes seconds: a wrong option is reported before.
     from echelon.bench.measure import run
 
@@ -34,6 +40,7 @@ def tune(tuning: Tuning) -> None:
     table on all its ranks if rank 0 finds the file. ECHELON_TUNED names another file, or is "off".
     """
     tuning.check()
+    check_name("--network", tuning.network, NETWORKS)
     # Imports torch, which takes seconds: a wrong option is reported before.
     from echelon.bench.tune import run
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.arguments import choices
 from echelon.errors import LaunchError
@@ -44,26 +44,43 @@ _BETWEEN = re.compile(r",(?=\s*[a-z]+:)")
 """Comma between two faults. The commas of a partition have no name after them."""
 
 
-def parse(texts: Iterable[str]) -> list[Fault]:
+def parse(texts: Iterable[str], num_ranks: int) -> list[Fault]:
     """Returns the faults of some texts, each with one fault or several, separated by commas.
 
+    Args:
+        texts: the texts.
+        num_ranks: number of ranks of the world.
+
     Raises:
-        LaunchError: a text is no fault.
+        LaunchError: a text is no fault, or names a rank that the world does not have.
     """
-    return [_fault(part.strip()) for text in texts for part in _BETWEEN.split(text)]
+    return [_fault(part.strip(), num_ranks) for text in texts for part in _BETWEEN.split(text)]
 
 
-def _fault(text: str) -> Fault:
-    # Late: the package imports torch, which takes seconds that `--help` need not wait.
-    from echelon.simulation.faults import Delay, Kill, NetworkPartition, Pause, Slow
-
+def _fault(text: str, num_ranks: int) -> Fault:
     kind, _, details = text.partition(":")
     if kind not in _PATTERNS:
         raise LaunchError(f"--faults {text}: {choices(kind, _PATTERNS)}, such as {FORMS['kill']}")
     found = _PATTERNS[kind].fullmatch(details)
     if found is None:
         raise LaunchError(f"--faults {text}: write it as {FORMS[kind]}")
-    parts = found.groups()
+    # Late: the package imports torch, which takes seconds that `--help` and the errors above need not wait.
+    from echelon.simulation.faults import ranks_of
+
+    try:
+        fault = _made(kind, found.groups())
+    except LaunchError as error:
+        # Without the spelling of Python, such as "Slow(rank=1, factor=0.0): ".
+        raise LaunchError(f"--faults {text}: {str(error).partition(': ')[2]}") from None
+    if wrong := [rank for rank in ranks_of(fault) if rank >= num_ranks]:
+        ranks = "0" if num_ranks == 1 else f"0 to {num_ranks - 1}"
+        raise LaunchError(f"--faults {text}: {wrong[0]} is not one of {num_ranks} ranks: use {ranks}")
+    return fault
+
+
+def _made(kind: str, parts: tuple[Any, ...]) -> Fault:
+    from echelon.simulation.faults import Delay, Kill, NetworkPartition, Pause, Slow
+
     match kind:
         case "kill":
             at_op, at = parts[1:]
@@ -74,7 +91,7 @@ def _fault(text: str) -> Fault:
         case "slow":
             return Slow(int(parts[0]), float(parts[1]))
         case "partition":
-            return NetworkPartition(_ranks(text, parts[0]), _ranks(text, parts[1]), *_interval(*parts[2:]))
+            return NetworkPartition(_ranks(parts[0]), _ranks(parts[1]), *_interval(*parts[2:]))
         case _:
             return Pause(int(parts[0]), *_interval(*parts[1:]))
 
@@ -83,12 +100,12 @@ def _interval(start: str | None, end: str | None) -> tuple[float, float]:
     return float(start or 0.0), float(end) if end else math.inf
 
 
-def _ranks(text: str, ranks: str) -> frozenset[int]:
+def _ranks(ranks: str) -> frozenset[int]:
     """Returns the ranks of a list such as "0-2,5"."""
     found: set[int] = set()
     for part in ranks.split(","):
         first, *last = map(int, part.split("-"))
         if len(last) > 1 or (last and last[0] < first):
-            raise LaunchError(f"--faults {text}: {part} are no ranks: give numbers and ranges, as in 0-3,5")
+            raise LaunchError(f"ranks: {part} are no ranks: give numbers and ranges, as in 0-3,5")
         found.update(range(first, (last or [first])[-1] + 1))
     return frozenset(found)

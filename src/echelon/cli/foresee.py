@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO, cast
 
 import typer
 
-from echelon.arguments import check_writable
+from echelon.arguments import check_world_size, check_writable
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
+from echelon.cli.completion import NETWORKS
 from echelon.cli.misfit import cures, recompute_option
 from echelon.cli.misplaced import no_ranks, note_misplaced
-from echelon.cli.options import Chrome, Json, Png, check_files, files_of, value
+from echelon.cli.options import Chrome, Json, Png, arguments_of, check_files, check_name, files_of, value
 from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_json, working, write, write_files
 from echelon.cli.run import above_progress, console, tell
+from echelon.cli.spelling import as_typed
 from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.foresight.play.cluster import hosts_of
 from echelon.foresight.play.devices import device_named
 from echelon.launch.output import Console
 from echelon.launch.run import Program
+from echelon.launch.status_line import columns_of_text
 from echelon.wording import counted
 
 if TYPE_CHECKING:
@@ -48,7 +52,10 @@ class ForeseeOptions:
         ),
     ] = None
     network: Annotated[str, value("NAME", "Network between the hosts.")] = "infiniband-400g"
-    rails: Annotated[int, value("COUNT", "Separate networks, one for each NIC of a host; 0 for a single one.")] = 0
+    rails: Annotated[
+        int,
+        typer.Option(metavar="COUNT", min=0, help="Separate networks, one for each NIC of a host; 0 for a single one."),
+    ] = 0
     oversubscription: Annotated[float, value("RATIO", "Bandwidth of a host's NICs, divided by that of its uplink.")] = (
         1.0
     )
@@ -99,13 +106,19 @@ class ForeseeOptions:
             raise LaunchError(no_ranks(foresee, self.program, self.args or [], is_module=self.module))
         if self.num_ranks < 1:
             raise InvalidWorldSize(f"-n {self.num_ranks}: give at least 1 rank")
+        check_world_size(self.num_ranks)
         if "," in self.gpu and not self.gpu.endswith(".json"):
             raise LaunchError(
                 f"--gpu {self.gpu}: give one GPU; foresee the script once for each, or in Python play it again by "
                 "foresee(...).on(gpu=...)"
             )
         if not self.gpu.endswith(".json"):
-            device_named(self.gpu)  # before torch is imported, which takes seconds
+            # Before torch is imported, which takes seconds. A calibration file has networks of its own.
+            device = device_named(self.gpu)
+            check_name("--network", self.network, NETWORKS)
+            hosts_of(self.num_ranks, _hosts(self.hosts, self.num_ranks), device.per_host)
+        if not self.oversubscription >= 1:
+            raise LaunchError(f"--oversubscription {self.oversubscription:g}: give a ratio of at least 1")
         if self.steps < 1:
             raise LaunchError(f"--steps {self.steps}: give at least 1")
         if self.tokens is not None and self.tokens < 1:
@@ -177,10 +190,13 @@ def _foresee(options: ForeseeOptions, shown: Console, stdout: TextIO) -> int:
         shown.say("ended by SIGINT")
         return 130
     if outcome.failure is not None:
-        tell(outcome.failure, shown)
+        failure = outcome.failure
+        if failure.error_type == LaunchError.__name__:  # --until, which is looked for while the script runs
+            failure = replace(failure, text=as_typed(failure.text, arguments_of(foresee)))
+        tell(failure, shown)
         if options.json:
-            print(to_json(outcome.failure.to_json()), file=stdout)
-        return outcome.failure.status
+            print(to_json(failure.to_json()), file=stdout)
+        return failure.status
     seen = outcome.foreseen
     assert seen is not None
     if printed.num_bytes:
@@ -194,7 +210,7 @@ def _foresee(options: ForeseeOptions, shown: Console, stdout: TextIO) -> int:
     if options.json:
         print(to_json({"status": "finished", **report.to_json(), **_by_rank(seen), "files": written}), file=stdout)
     else:
-        print(str(report), end="", file=stdout)
+        print(report.text(columns_of_text()), end="", file=stdout)
     for path in written:
         shown.say(f"wrote {path}")
     if not seen.fits and (found := _cures(program, seen)):

@@ -11,9 +11,10 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import typer
 from typer.models import OptionInfo
 
-from echelon.arguments import check_writable
+from echelon.arguments import check_writable, choices
 from echelon.cli.completion import completed
-from echelon.errors import ScheduleError
+from echelon.cli.spelling import as_typed
+from echelon.errors import EchelonError, LaunchError, ScheduleError
 from echelon.pipeline.plan.cost import Amount
 from echelon.timeline.timeline import Time
 
@@ -35,14 +36,19 @@ _Options = TypeVar("_Options")
 def command(function: Callable[[_Options], int | None]) -> Callable[..., int | None]:
     """Returns a function of a dataclass as a command with the fields as its parameters.
 
-    The annotations of the fields are typer's. The docstring of the function is the help of the command.
+    The annotations of the fields are typer's. The docstring of the function is the help of the command. Its errors name
+    arguments as they are typed.
     """
     # eval_str: annotations are strings here, by `from __future__ import annotations`.
     (parameter,) = inspect.signature(function, eval_str=True).parameters.values()
     options: type[_Options] = parameter.annotation
 
     def run(**given: object) -> int | None:
-        return function(options(**given))
+        try:
+            return function(options(**given))
+        except EchelonError as error:
+            error.args = (as_typed(str(error), arguments_of(function)),)
+            raise
 
     run.__doc__ = function.__doc__
     # typer knows no dataclasses, but it reads this signature instead of that of `run`.
@@ -52,20 +58,46 @@ def command(function: Callable[[_Options], int | None]) -> Callable[..., int | N
 
 def options_of(command: Callable[..., object]) -> dict[str, bool]:
     """Returns the names of a command's options, long and short, each with whether a value follows."""
+    return {
+        option: each.annotation.__origin__ is not bool for each in _parameters(command) for option in _options(each)
+    }
+
+
+_OTHER_NAMES = {"num_ranks": "world_size", "chunks": "num_chunks"}
+"""Names that functions have for the arguments of some options."""
+
+
+def arguments_of(command: Callable[..., object]) -> dict[str, str]:
+    """Returns the first option of each argument, by the names that the functions of a command have for it."""
+    found = {each.name: options[0] for each in _parameters(command) if (options := _options(each))}
+    return found | {other: found[name] for name, other in _OTHER_NAMES.items() if name in found}
+
+
+def _parameters(command: Callable[..., object]) -> Iterable[inspect.Parameter]:
     parameters = inspect.signature(command, eval_str=True).parameters
     # As in `command`.
     options = next(iter(parameters.values())).annotation
     if is_dataclass(options):
         parameters = inspect.signature(cast("type", options), eval_str=True).parameters
-    found: dict[str, bool] = {}
-    for name, parameter in parameters.items():
-        for each in getattr(parameter.annotation, "__metadata__", ()):
-            if isinstance(each, OptionInfo):
-                # Inside of Annotated, typer takes the first name for a default.
-                names = [word for word in (each.default, *(each.param_decls or ())) if isinstance(word, str)]
-                has_value = parameter.annotation.__origin__ is not bool
-                found |= dict.fromkeys(names or [f"--{name.replace('_', '-')}"], has_value)
-    return found
+    return parameters.values()
+
+
+def _options(parameter: inspect.Parameter) -> list[str]:
+    """Returns the names of a parameter's option. Empty for an argument."""
+    found = [each for each in getattr(parameter.annotation, "__metadata__", ()) if isinstance(each, OptionInfo)]
+    # Inside of Annotated, typer takes the first name for a default.
+    names = [word for each in found for word in (each.default, *(each.param_decls or ())) if isinstance(word, str)]
+    return names or [f"--{parameter.name.replace('_', '-')}"] * len(found)
+
+
+def check_name(option: str, name: str | None, known: Iterable[str]) -> None:
+    """Checks a name from a table before torch is imported, which takes seconds. Capitals make no difference.
+
+    Raises:
+        LaunchError: the name is not in the table. None is taken for an option that was not given.
+    """
+    if name is not None and name.lower() not in map(str.lower, known):
+        raise LaunchError(f"{option} {name}: {choices(name, known)}")
 
 
 # Above every real cost; sums of such values still fit a float.

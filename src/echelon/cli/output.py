@@ -37,16 +37,21 @@ def write(console: Console, text: Text | str = "", style: str = "") -> None:
     console.print(text if isinstance(text, Text) else Text(text, style), no_wrap=True, overflow="ignore", crop=False)
 
 
+def has_width(console: Console) -> bool:
+    """Whether lines of text keep to the width of the console: on a terminal, and where COLUMNS is set."""
+    return console.is_terminal or bool(os.environ.get("COLUMNS"))
+
+
 def print_table(console: Console, rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> None:
     """Prints a table. The first row has the titles; columns are right-aligned unless their index is in `left`.
 
-    On a terminal a table that is too wide is wrapped in its last column, if that is left-aligned. Otherwise its columns
-    move together.
+    On a terminal, and where COLUMNS is set, a table that is too wide is wrapped in its last column, if that is
+    left-aligned. Otherwise its columns move together. A file or a pipe gets a line for each row.
     """
     # rich's own table crops cells to the width of the terminal, and a script would miss them.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     last = len(widths) - 1
-    is_wide = console.is_terminal and sum(widths) + 2 * last > console.width
+    is_wide = has_width(console) and sum(widths) + 2 * last > console.width
     gap = " " if is_wide and last not in left else "  "
     room = console.width - sum(widths[:-1]) - len(gap) * last
     wraps = is_wide and last in left and room >= 10

@@ -47,12 +47,13 @@ class PlanOptions:
         int | None,
         typer.Option(
             metavar="COUNT",
+            min=1,
             max=256,
             help="Virtual stages per rank.  [default: that of the schedule; --search: 1 and 2]",
         ),
     ] = None
     group_size: Annotated[
-        int | None, typer.Option(metavar="COUNT", help="Microbatches per turn of a chunk (interleaved-1f1b).")
+        int | None, typer.Option(metavar="COUNT", min=1, help="Microbatches per turn of a chunk (interleaved-1f1b).")
     ] = None
     forward: Annotated[str | None, value("TIME", "Duration of a forward (F).  [default: 1]")] = None
     backward_input: Annotated[str | None, value("TIME", "Duration of an input gradient (I).  [default: 1]")] = None

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from echelon.bench.request import read_hosts, read_size
-from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_files, given, one_number, value
-from echelon.cli.output import exact, print_table, rich_console, to_json, write, write_files
+from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_files, files_of, given, one_number, value
+from echelon.cli.output import exact, has_width, print_table, rich_console, to_json, write, write_files
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
 from echelon.collectives.plans.check import check, goal_of
 from echelon.collectives.plans.cost import LinkCosts, simulate
@@ -53,7 +53,7 @@ class CollectiveOptions:
     )
     # More ranks are a slip of the keyboard, or take longer than anybody waits.
     num_ranks: Annotated[
-        int | None, typer.Option("-r", "-n", "--num-ranks", metavar="COUNT", max=1024, help="Number of ranks.")
+        int | None, typer.Option("-r", "-n", "--num-ranks", metavar="COUNT", min=1, max=1024, help="Number of ranks.")
     ] = None
     root: Annotated[
         int, typer.Option(metavar="RANK", help="Source of a broadcast or scatter, destination of a reduce or gather.")
@@ -95,8 +95,8 @@ def plan_collective(options: CollectiveOptions) -> None:
     costs = options.costs()  # a wrong cost is an error even where only names are listed
     console = rich_console()
     if options.algorithm is None:
-        for path in filter(None, (options.svg, options.png, options.html, options.chrome)):
-            raise PlanError(f"{path}: there are several plans to draw; name one, as --algorithm ring -r 4")
+        for option, path in files_of(options).items():
+            raise PlanError(f"{option} {path}: there are several plans to draw; name one, as --algorithm ring -r 4")
         rows = _list(operation, options.num_ranks, options.root, size, costs)
         if options.as_json:
             print(to_json({"operation": operation, "num_ranks": options.num_ranks, "bytes": size, "algorithms": rows}))
@@ -167,7 +167,7 @@ def _print_plan(console: Console, plan: Plan, num_bytes: int, values: dict[str, 
     write(console, f"{plan.name}: {', '.join(starmap(counted, sizes))}", style="bold")
     write(console, f"simulated: {counted(plan.num_rounds, 'round')}, {_duration(values['seconds'])}\n")
     if plan.num_rounds:
-        signs = textwrap.fill(legend(plan), console.width) if console.is_terminal else legend(plan)
+        signs = textwrap.fill(legend(plan), console.width) if has_width(console) else legend(plan)
         write(console, f"{grid(plan, console.width)}\n\n{signs}\n")
     rows: list[Sequence[str]] = [("rank", "messages", "bytes sent", "busy", "idle")]
     for rank in values["ranks"][:_MOST_ROWS]:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.progress import Progress
 
+from echelon.arguments import check_default_timeout, check_world_size
 from echelon.call_site import shortened
 from echelon.cli import fault_text
+from echelon.cli.completion import NETWORKS
 from echelon.cli.misplaced import no_ranks, note_misplaced
-from echelon.cli.options import Chrome, Html, Json, Png, check_files, value
+from echelon.cli.options import Chrome, Html, Json, Png, check_files, check_name, value
 from echelon.cli.output import exact, only_json, rich_console, to_json, working, write_files
 from echelon.cli.run import above_progress, console, tell
 from echelon.errors import InvalidWorldSize, LaunchError
@@ -44,7 +46,9 @@ class SimulateOptions:
     faults: Annotated[
         list[str] | None, value("FAULTS", f"Faults, separated by commas; may be repeated: {fault_text.IN_WORDS}.")
     ] = None
-    seed: Annotated[int, value("SEED", "Seed of the order of events and of random numbers.")] = 0
+    seed: Annotated[
+        int, typer.Option(metavar="SEED", min=0, help="Seed of the order of events and of random numbers.")
+    ] = 0
     explore: Annotated[
         int | None, value("COUNT", "Run with this many seeds, from --seed on, until one fails; print its output.")
     ] = None
@@ -76,6 +80,12 @@ class SimulateOptions:
             raise LaunchError(no_ranks(simulate, self.program, self.args or [], is_module=self.module))
         if self.num_ranks < 1:
             raise InvalidWorldSize(f"-n {self.num_ranks}: a world has at least 1 rank: give -n 1 or more")
+        check_world_size(self.num_ranks)
+        check_name("--network", self.network, NETWORKS)
+        check_name("--collectives", self.collectives, ("whole", "messages"))
+        check_name("--order", self.order, ("shm", "tcp"))
+        if self.timeout is not None:
+            check_default_timeout(self.timeout, LaunchError)
         if self.costs not in (None, "measured"):
             raise LaunchError(f"--costs {self.costs}: only measured costs can be given here; leave it out for none")
         if self.explore is not None:
@@ -91,7 +101,7 @@ class SimulateOptions:
         found: dict[str, Any] = {
             "network": self.network,
             "costs": self.costs,
-            "faults": fault_text.parse(self.faults or ()),
+            "faults": fault_text.parse(self.faults or (), self.num_ranks or 0),
             "memory": self.memory,
             "late_sends": self.late_sends,
             "collectives": self._collectives(),

@@ -19,7 +19,7 @@ from echelon.wording import counted
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-WIDTH = 80
+_WIDTH = 80
 """Columns of the report."""
 _LEAST_SHARE = 5e-4
 """Share of the step from which on copies and work of the CPU have a line of their own: less reads 0.0 %."""
@@ -192,7 +192,11 @@ class Report:
 
     def __str__(self) -> str:
         # The same text wherever it is printed: on a terminal, in a file, in a notebook.
-        console = Console(width=WIDTH, force_terminal=False, color_system=None, highlight=False)
+        return self.text(_WIDTH)
+
+    def text(self, width: int) -> str:
+        """Returns the report as lines of at most `width` columns."""
+        console = Console(width=width, force_terminal=False, color_system=None, highlight=False)
         with console.capture() as capture:
             console.print(self)
         return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"

@@ -481,7 +481,7 @@ def foresee_script(program: Program, world_size: int, console: Console, **option
 
     Raises:
         EchelonError: an argument is invalid. No rank has begun.
-        BrokenPipeError: the reader of the output has gone.
+        OSError: the output cannot be written. BrokenPipeError: its reader has gone.
         KeyboardInterrupt: Ctrl-C.
     """
     script = Script(program, console)

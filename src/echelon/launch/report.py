@@ -35,6 +35,7 @@ from echelon.errors import (
     CollectiveMismatch,
     DeadlockError,
     EchelonError,
+    LaunchError,
     PeerFailed,
     Timeout,
     describe_exit_of,
@@ -218,7 +219,8 @@ def describe(rank: int, error: BaseException) -> RankFailure:
         rank=rank,
         at=time.monotonic(),
         summary=describe_exit_of(error.code) if isinstance(error, SystemExit) else f"raised {summarize(error)}",
-        traceback=folded(error),
+        # The summary of a LaunchError says all: what is missing, the cure, and the line of the program.
+        traceback="" if isinstance(error, LaunchError) else folded(error),
         where=where,
         blames=None if isinstance(error, SystemExit) else blamed_rank(error),
         status=status_of(error.code) if isinstance(error, SystemExit) else 1,

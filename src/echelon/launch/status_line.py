@@ -29,6 +29,12 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and not in_notebook()
 
 
+def columns_of_text() -> int:
+    """Returns the width of reports and lines of text: COLUMNS if it is set, at least 40. 80 otherwise."""
+    text = os.environ.get("COLUMNS", "")
+    return max(40, int(text)) if text.isdecimal() and int(text) else 80
+
+
 def bar(text: str) -> str:
     """Returns the text as a bar that overwrites the one before. Empty: removes the bar."""
     # The second carriage return keeps a line that the program writes next apart from the bar.

@@ -175,12 +175,15 @@ class FaultPlan:
         if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
             raise LaunchError(f"faults={faults!r}: give a list of Kill, Slow, NetworkPartition, Delay, Pause")
         for fault in faults:
-            for rank in _ranks_of(fault):
+            for rank in ranks_of(fault):
                 if not is_count(rank) or rank >= world_size:
                     raise InvalidRank(rank, world_size, f"{type(fault).__name__}: rank")
             # Refused rather than ignored: the user would take the result for one with a slow rank.
             if isinstance(fault, Slow) and not has_costs:
-                raise LaunchError(f"{fault} changes nothing, because computing costs nothing here: give costs=")
+                raise LaunchError(
+                    f"{fault_text(fault)} changes nothing, because computing costs nothing here: give "
+                    'costs="measured", say'
+                )
         self.faults = tuple(faults)
         self.happened: set[Fault] = set()
         """Faults that have had an effect."""
@@ -310,7 +313,8 @@ def _in_that_time(fault: NetworkPartition | Delay) -> str:
     return " in that time" if _interval(fault) else ""
 
 
-def _ranks_of(fault: Fault) -> list[int]:
+def ranks_of(fault: Fault) -> list[int]:
+    """Returns the ranks that a fault names."""
     if isinstance(fault, NetworkPartition):
         return sorted(fault.left) + sorted(fault.right)
     if isinstance(fault, Delay):

@@ -28,7 +28,7 @@ from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.called_lines import notes_of
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
-from echelon.simulation.faults import FaultPlan, Faults
+from echelon.simulation.faults import FaultPlan, Faults, fault_text
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
 from echelon.simulation.process.cached_property import without_locks
 from echelon.simulation.process.calls import ProcessCalls
@@ -275,7 +275,9 @@ def _way_of(collectives: object, faults: FaultPlan, late_sends: bool) -> Collect
             f'collectives={collectives!r}: use "whole" or "messages", or None to let the simulation choose'
         )
     if on_messages := faults.on_messages():
-        raise LaunchError(f'collectives="whole" has no messages for {on_messages}: use collectives="messages"')
+        raise LaunchError(
+            f'collectives="whole" has no messages for {fault_text(on_messages)}: use collectives="messages"'
+        )
     return "whole"
 
 

@@ -154,7 +154,7 @@ def hosts_of(world_size: int, hosts: int | Sequence[int] | None, per_host: int) 
             few, more = divmod(world_size, hosts)
             each = [few + 1] * more + [few] * (hosts - more)
             # One that fits a line: with fewer ranks than hosts, or many hosts, there is none.
-            form = f", as hosts={each} (--hosts {','.join(map(str, each))})" if few and hosts <= 8 else ""
+            form = f", as hosts={each}" if few and hosts <= 8 else ""
             raise LaunchError(
                 f"hosts={hosts}: {world_size} ranks do not divide evenly: give a divisor, such as "
                 f"{' or '.join(map(str, near))}, or the ranks of each host{form}"

@@ -57,14 +57,14 @@ class Until:
         names = {code.co_qualname.replace("<locals>.", "") for code in self._called if not is_foreign(code.co_filename)}
         if any(_ends(name, self._name) for name in names):
             return LaunchError(
-                f"until {self._name}: rank {rank} called this function, but it has not returned: name a function that "
-                "returns once a step"
+                f"until={self._name!r}: rank {rank} called this function, but it has not returned: name a function "
+                "that returns once a step"
             )
         near = difflib.get_close_matches(self._name, sorted(names), n=3, cutoff=0.4)
         hint = (
             f"called were {', '.join(near)}" if near else "give the name of a function, as train_step or Trainer.step"
         )
-        return LaunchError(f"until {self._name}: rank {rank} called no function of this name; {hint}")
+        return LaunchError(f"until={self._name!r}: rank {rank} called no function of this name; {hint}")
 
 
 def _ends(name: str, part: str) -> bool:

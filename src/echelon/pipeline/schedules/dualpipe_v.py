@@ -23,7 +23,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
-            f"num_microbatches={num_microbatches}: dualpipe-v needs at least 2 x num_ranks; "
+            f"num_microbatches={num_microbatches}: dualpipe-v needs at least 2 per rank; "
             f"give {2 * num_ranks} or more for {num_ranks} ranks"
         )
     return Schedule(

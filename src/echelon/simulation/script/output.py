@@ -43,8 +43,8 @@ class RankOutput:
                 stream.finish()
 
     @property
-    def broken(self) -> BrokenPipeError | None:
-        """Error of a stream whose reader has gone. None if there is none."""
+    def broken(self) -> OSError | None:
+        """Error of a stream that takes no more output, such as one whose reader has gone. None if there is none."""
         return next((each.broken for each in self._streams if each.broken), None)
 
     def finish(self, rank: int) -> None:
@@ -80,14 +80,14 @@ class _MarkedBytes(io.BufferedIOBase):
         # A program's own threads write beside its rank. Reentrant: a destructor may print in the middle of a write.
         self._lock = threading.RLock()
         # Kept, as the rank that has printed may catch it, or seem to have failed by it.
-        self.broken: BrokenPipeError | None = None
+        self.broken: OSError | None = None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         with self._lock:
             try:
                 yield
-            except BrokenPipeError as error:
+            except OSError as error:
                 self.broken = error
                 raise
 

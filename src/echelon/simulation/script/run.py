@@ -55,7 +55,7 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
 
     Raises:
         EchelonError: an argument is invalid. No rank has begun.
-        BrokenPipeError: the reader of the output has gone.
+        OSError: the output cannot be written. BrokenPipeError: its reader has gone.
         KeyboardInterrupt: Ctrl-C. Its note says where each rank was.
     """
     script = Script(program, console)

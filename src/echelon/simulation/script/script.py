@@ -58,7 +58,7 @@ class Script(ProgramWithStates):
         """Exceptions with which ranks have failed."""
 
     def check_output(self) -> None:
-        """Raises BrokenPipeError if the reader of the output has gone."""
+        """Raises OSError if the output cannot be written, BrokenPipeError if its reader has gone."""
         if self._output.broken is not None:
             raise self._output.broken
 
