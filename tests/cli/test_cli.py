@@ -239,8 +239,8 @@ WITH_OUTPUT = {
 }
 """Commands that write files: words before and after the option of the file."""
 OUTPUTS = {
-    "simulate": {"--chrome": "json", "--png": "png", "--html": "html"},
-    "foresee": {"--chrome": "json", "--png": "png", "--html": "html", "--calibrate": "json"},
+    "simulate": {"--chrome": "json", "--png": "png", "--html": "html", "--svg": "svg"},
+    "foresee": {"--chrome": "json", "--png": "png", "--html": "html", "--svg": "svg", "--calibrate": "json"},
     "plan": {"--chrome": "json", "--png": "png", "--html": "html", "--svg": "svg", "--csv": "csv"},
     "plan all-reduce": {"--chrome": "json", "--png": "png", "--html": "html", "--svg": "svg"},
 }

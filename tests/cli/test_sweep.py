@@ -18,7 +18,7 @@ from echelon import LaunchError
 from echelon.cli import main as command
 from echelon.cli import sweep as sweep_module
 from echelon.cli.combinations import combinations
-from echelon.cli.sweep import Ended, Terminated, as_json, entry_of, show, sweep
+from echelon.cli.sweep import Ended, Terminated, as_json, entry_of, show, sweep, time_left
 from echelon.cli.sweep import run_all as run_processes
 
 
@@ -296,7 +296,7 @@ def test_a_signal_ends_a_sweep_with_its_table(number, status, tmp_path):
         process.send_signal(number)
         out, err = process.communicate()
     assert begun == f"echelon: foreseeing 3 combinations of arguments, {sweep_module.at_once(3)} at once\n"
-    assert first.startswith("echelon: 1 of 3: fast takes ")
+    assert re.match(r"echelon: 1 of 3: fast takes .*, fits(; about \d+ (s|min) left)?\n", first)
     assert f"echelon: ended by {number.name}: 2 of 3 combinations left out\n" in err
     assert process.returncode == status
     if is_json:
@@ -305,9 +305,40 @@ def test_a_signal_ends_a_sweep_with_its_table(number, status, tmp_path):
         assert [line.split()[0] for line in out.splitlines()] == ["arguments", "fast"]
 
 
-def test_a_sweep_has_no_pictures(capsys):
-    assert command(["foresee", "-n", "2", "--sweep", "{1,2}", "--html", "a.html", "train.py"]) == 2
-    assert "--html with --sweep" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("seconds", "num_ended", "left"),
+    [(10.0, 1, "; about 15 s left"), (10.0, 2, "; about 10 s left"), (600.0, 2, "; about 10 min left"), (9.0, 4, "")],
+)
+def test_the_time_left_follows_from_the_time_so_far(monkeypatch, seconds, num_ended, left):
+    monkeypatch.setattr(sweep_module, "at_once", lambda _: 2)
+    assert time_left(seconds, num_ended, 4) == left
+
+
+def swept(monkeypatch, outcomes, *words):
+    """Runs a sweep over `--tp` whose processes have these outcomes, and returns the status and the commands."""
+    ran = []
+
+    def run(commands, shown):
+        ran.extend(commands)
+        return run_all(commands) if outcomes is None else ending_with(outcomes)(commands)
+
+    monkeypatch.setattr(sweep_module, "run_all", run)
+    return command(["foresee", "-n", "4", "--tokens", "9", "--sweep", "--tp {2,4}", *words, "train.py"]), ran
+
+
+def test_files_are_of_the_best_combination(monkeypatch, capsys):
+    status, ran = swept(monkeypatch, None, "--json", "--html", "a.html", "--svg", "a.svg")
+    captured = capsys.readouterr()
+    assert status == 0
+    assert shlex.join(ran[2]).endswith("--svg a.svg --html a.html --json train.py --tp 4")
+    assert json.loads(captured.out)["files"] == ["a.svg", "a.html"]
+    assert "echelon: wrote a.svg, a.html, of the best combination: --tp 4\n" in captured.err
+
+
+def test_without_a_best_combination_no_file_is_written(monkeypatch, capsys):
+    status, ran = swept(monkeypatch, [OUTCOMES["8"], OUTCOMES["16"]], "--html", "a.html")
+    assert (status, len(ran)) == (1, 2)
+    assert "echelon: did not write a.html: every combination failed\n" in capsys.readouterr().err
 
 
 SCRIPT = """

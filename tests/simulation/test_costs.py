@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import echelon
+from echelon.backends.formats.wire import Tag
 from echelon.simulation import Measured, costs, meeting, values
+from echelon.simulation.record import Recorder
 
 
 def rounds(group):
@@ -67,6 +69,50 @@ def test_measured_times_take_a_factor():
     slow = echelon.simulate(spin, 2, costs=Measured(factor=1000.0))
     assert slow.elapsed > 1.0
     assert slow.elapsed == pytest.approx(max(slow.measurements.total(rank) for rank in range(2)), rel=0.5)
+
+
+def test_measured_computing_is_a_span_and_not_idle_time():
+    timeline = echelon.simulate(spin, 2, costs=Measured(factor=1000.0)).timeline
+    for rank in range(2):
+        first, *_ = zip(timeline.steps[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
+        assert first == ("compute", 0.0, pytest.approx(timeline.busy[rank], rel=0.5))
+
+
+def test_measured_computing_goes_on_until_something_happens():
+    recorder = Recorder(2)
+    recorder.computed(0, 0.0, 1.0)
+    recorder.computed(0, 1.0, 2.0)
+    recorder.computed(0, 2.0, 2.0)
+    recorder.sent(0, 1, Tag(0, 0, 0), 2.0, 3.0)
+    recorder.computed(0, 2.0, 4.0)
+    recorder.span(0, "all_reduce", 4.0, 5.0)
+    recorder.computed(0, 5.0, 6.0)
+    timeline = recorder.timeline()
+    assert timeline.steps[0] == ("compute", "compute", "all_reduce", "compute")
+    assert timeline.starts[0] == (0.0, 2.0, 4.0, 5.0)
+    assert timeline.ends[0] == (2.0, 4.0, 5.0, 6.0)
+
+
+def test_measured_computing_of_a_step_is_that_step():
+    def compute(group):
+        with group.backend.compute("forward"):
+            spin(group)
+
+    simulation = echelon.simulate(compute, 1, costs=Measured(factor=1000.0))
+    timeline = simulation.timeline
+    number = timeline.steps[0].index("forward")
+    assert timeline.ends[0][number] - timeline.starts[0][number] > 0.5 * simulation.elapsed
+    assert sum(timeline.busy) <= simulation.elapsed * (1 + 1e-9), "no time counts twice"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_spans_of_measured_computing_overlap_no_others(seed):
+    network = echelon.Network(latency=1e-5, bandwidth=1e9)
+    timeline = echelon.simulate(train, 3, network=network, costs="measured", seed=seed).timeline
+    for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
+        assert all(end <= start for end, start in zip(ends[:-1], starts[1:], strict=True))
+    assert all("compute" in steps for steps in timeline.steps)
+    assert timeline.critical_path
 
 
 def test_measurements_of_another_program_are_refused():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO, cast
 
 import typer
+from rich.console import Console as RichConsole
 
 from echelon.arguments import check_world_size, check_writable
 from echelon.cli import sweep
@@ -15,7 +17,7 @@ from echelon.cli.combinations import combinations
 from echelon.cli.completion import NETWORKS
 from echelon.cli.misfit import cures, recompute_option
 from echelon.cli.misplaced import no_ranks, note_misplaced
-from echelon.cli.options import Chrome, Json, Png, arguments_of, check_files, check_name, files_of, value
+from echelon.cli.options import Chrome, Json, Png, Svg, arguments_of, check_files, check_name, files_of, value
 from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_json, working, write, write_files
 from echelon.cli.run import above_progress, console, tell
 from echelon.cli.spelling import as_typed
@@ -72,11 +74,13 @@ class ForeseeOptions:
         bool, typer.Option("--full", help="Record all microbatches, even those that repeat an earlier one.")
     ] = False
     sweep: Annotated[
-        str | None, value("ARGS", 'Foresee each combination of script arguments, as "--tp {1,2,4} --pp {1,2}".')
+        str | None,
+        value("ARGS", 'Foresee each combination of script arguments, as "--tp {1,2,4}"; files are of the best.'),
     ] = None
     calibrate: Annotated[
         str | None, value("FILE", "Measure this machine's GPU (--gpu cpu: its processors) for --gpu, and end.")
     ] = None
+    svg: Svg = None
     png: Png = None
     html: Annotated[str | None, value("FILE", "Write the report with timeline and memory as one HTML file.")] = None
     chrome: Chrome = None
@@ -123,9 +127,7 @@ class ForeseeOptions:
             raise LaunchError(f"--steps {self.steps}: give at least 1")
         if self.tokens is not None and self.tokens < 1:
             raise LaunchError(f"--tokens {self.tokens}: give at least 1")
-        if self.sweep is not None and (option := next(iter(files_of(self)), None)):
-            raise LaunchError(f"{option} with --sweep: a sweep has no pictures; foresee the best one by itself")
-        check_files(self, pictures=["png"])
+        check_files(self)
 
     def words(self) -> list[str]:
         """Returns the options as words of a command line, without --sweep and the output's."""
@@ -203,6 +205,7 @@ def _foresee(options: ForeseeOptions, shown: Console, stdout: TextIO) -> int:
         shown.say("lines after a rank, such as [0], are the script's own: their times and values are of fake tensors")
     written = write_files(
         (options.html, lambda path: seen.to_html(path, options.tokens, options.program)),
+        (options.svg, seen.timeline.draw),
         (options.png, seen.timeline.draw),
         (options.chrome, seen.played.timeline(kernels=True).to_chrome),
     )
@@ -259,14 +262,43 @@ def _sweep(options: ForeseeOptions, text: str) -> int:
             partial(sweep.run_all, shown=shown),
             lambda line: write(shown, f"echelon: {line}"),
         )
+        written: list[str] = []
+        if signal is None:
+            try:
+                written = _write_best(options, program, found, shown)
+            except KeyboardInterrupt as error:
+                signal = sweep.signal_of(error)
     if options.json:
-        print(sweep.as_json(found))
+        print(sweep.as_json(found, written))
     else:
         sweep.show(found, rich_console())
     if signal is not None:
         console().say(f"ended by {signal.name}: {num_left} of {counted(len(each), 'combination')} left out")
         return 128 + signal  # as a shell reports it
     return 0 if any(entry.fits for entry in found) else 1
+
+
+def _write_best(
+    options: ForeseeOptions, program: Sequence[str], found: Sequence[sweep.Entry], shown: RichConsole
+) -> list[str]:
+    """Foresees the best combination once more for the files that were asked for. Returns their paths."""
+    files = files_of(options)
+    if not files:
+        return []
+    names = ", ".join(files.values())
+    best = found[0]
+    if best.figures is None:
+        write(shown, f"echelon: did not write {names}: every combination failed")
+        return []
+    words = [word for option, path in files.items() for word in (option, path)]
+    command = ["foresee", *options.words(), *words, "--json", *program, *best.arguments]
+    ((_, ended),) = sweep.run_all([command], shown)
+    again = sweep.entry_of(best.arguments, ended)
+    if again.figures is None:
+        write(shown, f"echelon: did not write {names}: {again.reason}")
+        return []
+    write(shown, f"echelon: wrote {names}, of the best combination: {best.name}")
+    return list(files.values())
 
 
 def _hosts(text: str | None, num_ranks: int | None) -> int | list[int] | None:

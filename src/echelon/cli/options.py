@@ -148,12 +148,8 @@ def files_of(options: object) -> dict[str, str]:
     return {option: path for option, path in paths.items() if path is not None}
 
 
-def check_files(options: object, pictures: Iterable[str] = ("svg", "png", "html")) -> None:
-    """Checks the names and the folders of output files, before any work is done.
-
-    Args:
-        options: options of a command.
-        pictures: options whose names end in their own format.
+def check_files(options: object) -> None:
+    """Checks the names and the folders of a command's output files, before any work is done.
 
     Raises:
         ScheduleError: a name whose suffix is of another format.
@@ -161,7 +157,7 @@ def check_files(options: object, pictures: Iterable[str] = ("svg", "png", "html"
     """
     # The figure's format follows from the name, so `--svg a.png` would write a PNG.
     files = files_of(options)
-    for suffix in pictures:
+    for suffix in ("svg", "png", "html"):
         path = files.get(f"--{suffix}")
         if path is not None and not path.lower().endswith(f".{suffix}"):
             raise ScheduleError(f"--{suffix} {path}: give a name that ends in .{suffix}, such as plan.{suffix}")

@@ -14,7 +14,7 @@ from echelon.call_site import shortened
 from echelon.cli import fault_text
 from echelon.cli.completion import NETWORKS
 from echelon.cli.misplaced import no_ranks, note_misplaced
-from echelon.cli.options import Chrome, Html, Json, Png, check_files, check_name, value
+from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_files, check_name, files_of, value
 from echelon.cli.output import exact, only_json, rich_console, to_json, working, write_files
 from echelon.cli.run import above_progress, console, tell
 from echelon.errors import InvalidWorldSize, LaunchError
@@ -64,6 +64,7 @@ class SimulateOptions:
     ] = "shm"
     late_sends: Annotated[bool, typer.Option("--late-sends", help="Find tensors that are changed while sent.")] = False
     memory: Annotated[bool, typer.Option("--memory", help="Print the peak memory of each rank's tensors.")] = False
+    svg: Svg = None
     png: Png = None
     html: Html = None
     chrome: Chrome = None
@@ -91,7 +92,7 @@ class SimulateOptions:
         if self.explore is not None:
             if self.explore < 1:
                 raise LaunchError(f"--explore {self.explore}: give the number of seeds, at least 1")
-            for name in ("memory", "chrome", "png", "html"):
+            for name in ("memory", "chrome", "svg", "png", "html"):
                 if getattr(self, name):
                     raise LaunchError(f"--{name} with --explore: many runs have many results; give one --seed instead")
         check_files(self)
@@ -159,7 +160,7 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console, st
         outcome = _outcome(options, arguments, options.seed, above_progress(shown))
     if outcome.failure is not None:
         tell(outcome.failure, shown)
-        for path in filter(None, (options.png, options.html, options.chrome)):
+        for path in files_of(options).values():
             shown.say(f"did not write {path}: the run failed")
         if options.as_json:
             print(to_json(_failed(options, options.seed, outcome.failure)), file=stdout)
@@ -170,6 +171,7 @@ def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console, st
     for note in notes:
         shown.say(f"note: {note}")
     written = write_files(
+        (options.svg, simulation.timeline.draw),
         (options.png, simulation.timeline.draw),
         (options.html, simulation.timeline.draw),
         (options.chrome, simulation.timeline.to_chrome),

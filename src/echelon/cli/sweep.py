@@ -124,15 +124,37 @@ def sweep(
     commands = [["foresee", *options, "--json", *program, *arguments] for arguments in each]
     entries: dict[int, Entry] = {}
     ended_by = None
+    began = time.monotonic()
     try:
         with closing(run_all(commands)) as outcomes:
             for number, ended in outcomes:
                 entries[number] = entry_of(each[number], ended)
-                tell(f"{len(entries)} of {len(each)}: {entries[number].summary}")
+                left = time_left(time.monotonic() - began, len(entries), len(each))
+                tell(f"{len(entries)} of {len(each)}: {entries[number].summary}{left}")
     except KeyboardInterrupt as error:
-        ended_by = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+        ended_by = signal_of(error)
     found = ranked([entries[number] for number in sorted(entries)], is_same_work="--tokens" in options)
     return Swept(found, len(each) - len(entries), ended_by)
+
+
+def time_left(seconds: float, num_ended: int, num_all: int) -> str:
+    """Returns a guess of the time that a sweep still takes, as "; about 40 s left". Empty below a second.
+
+    Args:
+        seconds: seconds so far.
+        num_ended: combinations that were foreseen so far.
+        num_all: number of all combinations.
+    """
+    # When the first process ends, the others that run beside it are nearly done, too.
+    left = seconds / max(num_ended, at_once(num_all)) * (num_all - num_ended)
+    if left < 1:
+        return ""
+    return f"; about {left:.0f} s left" if left < 100 else f"; about {left / 60:.0f} min left"
+
+
+def signal_of(error: KeyboardInterrupt) -> signal.Signals:
+    """Returns the signal that has raised an error inside of `ending_by_sigterm`."""
+    return signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
 
 
 @contextmanager
@@ -212,12 +234,17 @@ def show(entries: Sequence[Entry], console: Console) -> None:
         print_table(console, [["failed", "reason"], *([entry.name, entry.reason] for entry in failed)], left=(0, 1))
 
 
-def as_json(entries: Sequence[Entry]) -> str:
-    """Returns the entries as JSON: "ranked" have figures, "failed" have a reason."""
+def as_json(entries: Sequence[Entry], files: Sequence[str] = ()) -> str:
+    """Returns the entries as JSON: "ranked" have figures, "failed" have a reason.
+
+    Args:
+        entries: combinations, the best first.
+        files: files that were written of the best one.
+    """
     groups = {"ranked": [], "failed": []}  # type: dict[str, list[dict[str, Any]]]
     for entry in entries:
         groups["failed" if entry.figures is None else "ranked"].append(entry.to_json())
-    return to_json(groups)
+    return to_json({**groups, "files": list(files)})
 
 
 def at_once(num_commands: int) -> int:

@@ -153,7 +153,11 @@ class Boundary:
             raise Ended
         self._num_looks = 0
         if self._meter is not None and not task.is_moving:
+            began = self._clock.now
             self._spend(self._meter.stop((self._rank, task.number)), True)
+            # Inside of a call or of a step the time belongs to the span of that.
+            if task.number == task.depth == 0 and not self._is_computing:
+                self._world.recorder.computed(self._rank, began, self._clock.now)
         return task
 
     def leave(self, task: Task) -> None:
@@ -288,11 +292,12 @@ class Boundary:
         self._is_computing = True
         try:
             yield
+            if self._world.cost is not None:
+                self._spend(self._world.cost(self._rank, step), False)
+            ended = self.now()
         finally:
             self._is_computing = False
-        if self._world.cost is not None:
-            self._spend(self._world.cost(self._rank, step), False)
-        self._world.recorder.span(self._rank, step, began, self.now())
+        self._world.recorder.span(self._rank, step, began, ended)
 
     def _spend(self, seconds: float, on_one_core: bool) -> None:
         if self._world.faults.faults:

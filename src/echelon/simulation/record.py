@@ -29,6 +29,10 @@ class Event(NamedTuple):
         return f"{text} {self.peer}: {self.num_bytes} B, {self.tag}" + (f", {self.note}" if self.note else "")
 
 
+_COMPUTING = "compute"
+"""Step of a span of measured computing."""
+
+
 class Recorder:
     """Collector of a simulation's events and spans, in order."""
 
@@ -38,6 +42,8 @@ class Recorder:
         """Arguments of an `Event`, per event."""
         self.bytes_sent: Counter[tuple[int, int]] = Counter()
         self._spans: list[list[tuple[object, float, float]]] = [[] for _ in range(world_size)]
+        self._goes_on = [False] * world_size
+        """Whether the last span of a rank is computing that may go on."""
         self._beside: list[dict[int, list[Span]]] = [{} for _ in range(world_size)]
         """Spans of asynchronous collectives, per rank and lane."""
         self._transfers: list[Transfer] = []
@@ -49,6 +55,7 @@ class Recorder:
         """Records that a message comes from the last span of `src`. Ignored if there is no span yet."""
         # The timeline needs causes: without an earlier span nothing that was computed led to this message.
         number = len(self._spans[src]) - 1
+        self._goes_on[src] = False
         if number >= 0:
             self._arrivals.setdefault((dst, src, tag), deque()).append(Transfer(src, number, dst, -1, left, arrives))
 
@@ -63,9 +70,24 @@ class Recorder:
     def span(self, rank: int, step: object, start: float, end: float) -> None:
         """Adds a span of a rank, with the messages that it needed."""
         number = len(self._spans[rank])
+        self._goes_on[rank] = False
         self._spans[rank].append((step, start, end))
         self._transfers += (transfer._replace(target=number) for transfer in self._needed[rank])
         self._needed[rank].clear()
+
+    def computed(self, rank: int, start: float, end: float) -> None:
+        """Adds a span of measured computing between two calls. Consecutive ones become one.
+
+        Messages that the rank has taken belong to the next span of a call or a step, which waited for them.
+        """
+        if end == start:
+            return
+        spans = self._spans[rank]
+        # A message that has left comes from the whole span before it, so that one stays as it is.
+        if spans and self._goes_on[rank] and spans[-1][2] == start:
+            start = spans.pop()[1]
+        spans.append((_COMPUTING, start, end))
+        self._goes_on[rank] = True
 
     def span_beside(self, rank: int, lane: int, step: object, start: float, end: float) -> None:
         """Adds a span of a lane."""
