@@ -9,10 +9,9 @@ import os
 import re
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, BinaryIO, TextIO
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from echelon.launch.status_line import in_notebook
+from echelon.long_work import lines_of_time
 from echelon.timeline.timeline import Time
 
 
@@ -81,7 +81,8 @@ def working(
     """
     shown = rich_console(stderr=True) if console is None else console
     if not shown.is_terminal:
-        with nullcontext() if plain_after is None else _lines_of_time(what, shown, plain_after):
+        lines = nullcontext() if plain_after is None else lines_of_time(what, partial(write, shown), plain_after)
+        with lines:
             yield
         return
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -95,26 +96,6 @@ def working(
     ) as progress:
         progress.add_task(what, total=None)
         yield
-
-
-@contextmanager
-def _lines_of_time(what: str, shown: Console, first: float) -> Iterator[None]:
-    ended = threading.Event()
-
-    def tell() -> None:
-        begin = time.monotonic()
-        pause = first
-        while not ended.wait(pause):
-            write(shown, f"echelon: {what}, {time.monotonic() - begin:.0f} s so far")
-            pause *= 2
-
-    thread = threading.Thread(target=tell, name="echelon-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 class Counted(io.BufferedIOBase):

@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from echelon.arguments import named, refuse_others
 from echelon.errors import PartitionError
+from echelon.long_work import told_by_rank_0
 from echelon.pipeline.cut.graph_cut import boundaries
 from echelon.pipeline.cut.traced_stage import TracedStage, build_stages
 from echelon.pipeline.cut.tracing import Traces, trace
@@ -274,7 +275,8 @@ def trace_of(model: nn.Module, at: Sequence[str] | None, inputs: Example | None)
             f"the module {type(model).__name__} must be run once to be cut: pass example=(inputs,) like those of "
             "training, or an nn.Sequential, or a list with one module per stage"
         )
-    return trace(model, inputs.args, inputs.kwargs)
+    with told_by_rank_0(f"tracing the {type(model).__name__}"):
+        return trace(model, inputs.args, inputs.kwargs)
 
 
 def divide(
@@ -340,7 +342,8 @@ def _measure(parts: Sequence[nn.Module], example: Example, *, spreads: bool) -> 
     kwargs = {name: map_tensors(_materialised, item) for name, item in example.kwargs.items()}
     times: list[float] = []
     kinds: list[str] = []
-    with keyed():  # the caller's random generators stay as they are
+    # keyed: the caller's random generators stay as they are.
+    with keyed(), told_by_rank_0(f"timing {len(parts)} parts of the model"):
         for index, part in enumerate(parts):
             arguments = value if isinstance(value, tuple) and (spreads or index == 0) else (value,)
             try:
