@@ -1,4 +1,4 @@
-"""Lines on long work, for a file, a pipe or the caller of a library: what is under way and for how long.
+"""Lines on long work for a file, a pipe or the caller of a library: its name and the time so far.
 
 Strategy. A thread waits for the end of the work, and writes a line whenever it waited for too long. It calls nothing of
 the work, so neither waits for the other.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 _FIRST = 2.0
-"""Seconds until a library says what it does. Before that nobody wonders."""
+"""Seconds until the library writes its first line."""
 
 
 @contextmanager

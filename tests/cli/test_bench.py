@@ -7,8 +7,10 @@ import sys
 import pytest
 
 from echelon.bench import measure, mpi
+from echelon.bench.request import read_hosts
 from echelon.bench.subject import EchelonSubject
 from echelon.cli import main
+from echelon.errors import PlanError
 from tests.helpers.commands import above_progress, captured, printed, refusal, spawned_by
 
 PRINTED = """\
@@ -55,6 +57,28 @@ def test_hosts_and_networks_count(capsys):
     apart, nested = seconds(), seconds("--hosts", "2x2")
     assert nested < apart < seconds("--network", "1GbE")
     assert seconds("--hosts", "a,a,b,b") == nested < seconds("--hosts", "2x2", "--local-network", "10GbE")
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("2x2", "0011"),
+        ("2", "0011"),
+        ("2,2", "0011"),
+        ("3,1", "0001"),
+        ("4", "0123"),
+        ("a,a,b,b", "aabb"),
+        ("1,1,2,2", "1122"),
+    ],
+)
+def test_hosts_are_counted_or_named(text, hosts):
+    assert read_hosts(text, 4) == tuple(hosts)
+
+
+@pytest.mark.parametrize("text", ["3", "0", "3,2", "a,b", "2x3", "99999x99999", "9999999999999", "1,1,1", ""])
+def test_hosts_of_another_number_of_ranks_are_refused(text):
+    with pytest.raises(PlanError, match=r"^--hosts .* is for .* ranks: give as a,a,b,b or 2x2"):
+        read_hosts(text, 4)
 
 
 @pytest.mark.parametrize("operation", ["reduce", "all-gather", "scatter", "barrier", "send-recv"])

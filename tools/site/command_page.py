@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from echelon.cli import app as cli
+from echelon.cli.examples import EXAMPLES
 
 _INTRODUCTION = """# Commands
 
@@ -51,6 +52,7 @@ def _section(name: str, command: Any) -> str:
             # The class is for the style sheet: names of options do not wrap.
             table = "\n".join([f"| {title} | meaning |", "|---|---|", *rows])
             parts.append(f'<div class="options" markdown>\n\n{table}\n\n</div>')
+    parts.append("\n".join(["```sh", *EXAMPLES[name.removeprefix("echelon ")], "```"]))
     return "\n\n".join(parts) + "\n"
 
 

@@ -93,24 +93,39 @@ def size_ladder(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
 
 
 def read_hosts(text: str, num_ranks: int | None) -> tuple[str, ...]:
-    """Returns the host name of each rank, from "a,a,b,b" or from "2x2" (2 hosts of 2 ranks each).
+    """Returns the host name of each rank, from a text that names the hosts or counts their ranks.
+
+    2 hosts of 2 ranks each are "2x2", "2,2" (ranks of each host), "2" (equal hosts), or "a,a,b,b" (names).
 
     Raises:
-        PlanError: the number of hosts is not `num_ranks`.
+        PlanError: the hosts do not have `num_ranks` ranks.
     """
-    counts = _COUNTS.fullmatch(text.strip())
+    parts = [part.strip() for part in text.split(",")]
+    if found := _COUNTS.fullmatch(text.strip()):
+        counts = [(int(found[1]), int(found[2]))]
+    elif len(parts) == num_ranks or not all(map(str.isdecimal, parts)):
+        counts = []
+    elif len(parts) == 1 and num_ranks and int(text) and num_ranks % int(text) == 0:
+        counts = [(int(text), num_ranks // int(text))]
+    else:
+        counts = [(1, int(part)) for part in parts]
     # Counted before any name is made, so that a slip such as 99999x99999 takes no memory.
-    count = int(counts[1]) * int(counts[2]) if counts else text.count(",") + 1
+    count = sum(hosts * ranks for hosts, ranks in counts) if counts else len(parts)
     if count != num_ranks:
         ranks = "no number of" if num_ranks is None else str(num_ranks)
         raise PlanError(f"--hosts {text} is for {count}, not for {ranks} ranks: give as a,a,b,b or 2x2, with -n 4")
-    if counts:
-        return tuple(str(number // int(counts[2])) for number in range(count))
-    return tuple(name.strip() for name in text.split(","))
+    if not counts:
+        return tuple(parts)
+    sizes = [ranks for hosts, ranks in counts for _ in range(hosts)]
+    return tuple(str(host) for host, ranks in enumerate(sizes) for _ in range(ranks))
 
 
 Hosts: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="HOSTS", help="Hosts of simulated ranks: a,a,b,b, or 2x2 (2 hosts of 2 ranks).")
+    str | None,
+    typer.Option(
+        metavar="HOSTS",
+        help="Simulated hosts: 2x4 (2 hosts of 4 ranks), their number, ranks of each (4,4), or names (a,a,b,b).",
+    ),
 ]
 Largest: TypeAlias = Annotated[str, typer.Option("-e", "--max", metavar="BYTES", help="Largest array.")]
 NetworkName: TypeAlias = Annotated[

@@ -17,6 +17,7 @@ from echelon.cli import checkpoint, ended_by_sigint
 from echelon.cli.bench import bench, tune
 from echelon.cli.doctor import doctor
 from echelon.cli.env import env
+from echelon.cli.examples import epilog
 from echelon.cli.foresee import foresee
 from echelon.cli.options import command
 from echelon.cli.plan import plan
@@ -79,30 +80,36 @@ app = _App(
 collectives = _App(add_completion=False, **_SETTINGS)
 """`echelon plan` of a collective. A separate app, since its options differ from those of a pipeline schedule."""
 # Options after SCRIPT belong to the script, so these commands stop parsing there.
-app.command("run", context_settings={"allow_interspersed_args": False})(run)
+app.command("run", epilog=epilog("run"), context_settings={"allow_interspersed_args": False})(run)
 app.command(
     "simulate",
+    epilog=epilog("simulate"),
     short_help="Runs a script on simulated ranks.",
     context_settings={"allow_interspersed_args": False},
 )(command(simulate))
 app.command(
     "foresee",
+    epilog=epilog("foresee"),
     short_help="Foresees a training step of a script on a cluster.",
     context_settings={"allow_interspersed_args": False},
 )(command(foresee))
-app.command("plan")(command(plan))
-app.command("bench", short_help="Measures the speed of a collective.")(command(bench))
-app.command("tune", short_help="Finds the fastest algorithms for this system.")(command(tune))
-app.command("doctor", short_help="Checks this host for problems.")(doctor)
-app.command("env", short_help="Prints versions and host for a bug report.")(env)
-collectives.command()(command(plan_collective))
+app.command("plan", epilog=epilog("plan"))(command(plan))
+app.command("bench", epilog=epilog("bench"), short_help="Measures the speed of a collective.")(command(bench))
+app.command("tune", epilog=epilog("tune"), short_help="Finds the fastest algorithms for this system.")(command(tune))
+app.command("doctor", epilog=epilog("doctor"), short_help="Checks this host for problems.")(doctor)
+app.command("env", epilog=epilog("env"), short_help="Prints versions and host for a bug report.")(env)
+collectives.command(epilog=epilog("plan all-reduce"))(command(plan_collective))
 checkpoints = _App(add_completion=False, **_SETTINGS)
 app.add_typer(checkpoints, name="checkpoint", help="Lists, checks, removes and converts checkpoints.")
-checkpoints.command("ls")(checkpoint.ls)
-checkpoints.command("verify", short_help="Reads every byte, and names what is damaged.")(checkpoint.verify)
-checkpoints.command("remove", short_help="Removes checkpoints.")(checkpoint.remove)
-checkpoints.command("export", short_help="Writes a checkpoint in another format.")(checkpoint.export)
-checkpoints.command("import")(checkpoint.import_)
+checkpoints.command("ls", epilog=epilog("checkpoint ls"))(checkpoint.ls)
+checkpoints.command(
+    "verify", epilog=epilog("checkpoint verify"), short_help="Reads every byte, and names what is damaged."
+)(checkpoint.verify)
+checkpoints.command("remove", epilog=epilog("checkpoint remove"), short_help="Removes checkpoints.")(checkpoint.remove)
+checkpoints.command("export", epilog=epilog("checkpoint export"), short_help="Writes a checkpoint in another format.")(
+    checkpoint.export
+)
+checkpoints.command("import", epilog=epilog("checkpoint import"))(checkpoint.import_)
 
 
 def _print_version(asked_for: bool) -> None:

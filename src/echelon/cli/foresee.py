@@ -50,7 +50,7 @@ class ForeseeOptions:
         str | None,
         value(
             "HOSTS",
-            "Number of equal hosts, 2x4 (2 hosts of 4 ranks), or ranks of each: 8,8,4.  [default: as many as needed]",
+            "Hosts: 2x4 (2 hosts of 4 ranks), their number, or ranks of each (4,4).  [default: as many as needed]",
         ),
     ] = None
     network: Annotated[str, value("NAME", "Network between the hosts.")] = "infiniband-400g"

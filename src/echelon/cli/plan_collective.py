@@ -58,7 +58,10 @@ class CollectiveOptions:
     root: Annotated[
         int, typer.Option(metavar="RANK", help="Source of a broadcast or scatter, destination of a reduce or gather.")
     ] = 0
-    hosts: Annotated[str | None, value("HOSTS", "Host of each rank: a,a,b,b, or 2x2 (2 hosts of 2 ranks).")] = None
+    hosts: Annotated[
+        str | None,
+        value("HOSTS", "Hosts: 2x4 (2 hosts of 4 ranks), their number, ranks of each (4,4), or names (a,a,b,b)."),
+    ] = None
     num_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Size of the whole tensor.")] = "1M"
     alpha: Annotated[str, value("SECONDS", "Latency per message.")] = "1e-5"
     beta: Annotated[str, value("SECONDS", "Transfer time per byte.")] = "1e-9"
