@@ -87,7 +87,9 @@ def test_a_function_that_never_returns_is_told_apart_from_one_that_is_not_called
         with contextlib.suppress(KeyError):
             fail()
 
-    with pytest.raises(LaunchError, match="until fail: rank 0 called this function, but it has not returned: name a "):
+    with pytest.raises(
+        LaunchError, match="until='fail': rank 0 called this function, but it has not returned: name a "
+    ):
         echelon.foresee(program, 1, until="fail")
 
 

@@ -72,5 +72,5 @@ def test_the_page_has_a_text_for_each_fault():
     from echelon.cli.fault_text import parse
 
     page = PAGE.read_text(encoding="utf-8")
-    found = parse(re.findall(r"`((?:kill|delay|slow|partition|pause):[^`]+)`", page))
+    found = parse(re.findall(r"`((?:kill|delay|slow|partition|pause):[^`]+)`", page), 4)
     assert {type(fault).__name__ for fault in found} == {"Kill", "Delay", "Slow", "NetworkPartition", "Pause"}
