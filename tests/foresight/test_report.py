@@ -13,7 +13,7 @@ import pytest
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.play.player import play
-from echelon.foresight.report import _MOST_EXPOSED, ACCURACY, LAYOUTS, WIDTH, Report, accuracy_text
+from echelon.foresight.report import _MOST_EXPOSED, _WIDTH, ACCURACY, LAYOUTS, Report, accuracy_text
 from tests.helpers.traces import LINKS, PLAIN, Step
 
 GIB = 1 << 30
@@ -81,7 +81,7 @@ def test_skipped_writes_are_no_assumptions(step):
 
 def test_the_text_fits_80_columns(step):
     step.places = [f"/home/somebody/projects/{'long' * 20}/train.py:{index}" for index in range(9)]
-    assert max(map(len, str(report(step, problems=["word " * 60])).splitlines())) <= WIDTH
+    assert max(map(len, str(report(step, problems=["word " * 60])).splitlines())) <= _WIDTH
 
 
 def test_other_kernels_are_named():
