@@ -54,9 +54,22 @@ def test_plans_take_measured_costs():
     assert (costs.activation[1], costs.weight_activation[1]) == (64, 128)
 
 
+def test_a_plan_with_measured_costs_is_in_seconds_and_bytes_as_the_step_is():
+    costs, measured = echelon.simulate(measure, 4, ("zb-h1",), costs=Costs(1.0, 2.0, 1.0), network=LINK).results[0]
+    planned = schedules.build("zb-h1", 4, 8).simulate(costs)
+    for timeline in planned, measured, schedules.recommend(costs, 4, 8)[0].timeline:
+        assert (timeline.unit, timeline.memory_unit) == ("s", "B")
+    # Rank 0 runs views of the batch, which do not count. Each other holds 64 bytes until I, and 128 until W.
+    peaks = "peak activations 64 B, 384 B, 448 B, 512 B"
+    assert peaks in str(planned)
+    assert peaks in str(measured)
+
+
 def test_half_of_a_whole_backward_counts_as_each_gradient():
     costs, _ = echelon.simulate(measure, 2, ("1f1b",), costs=Costs(1.0, 2.0, 1.0), network=LINK).results[0]
-    assert costs.backward_input == costs.backward_weight == pytest.approx((1.5, 1.5))
+    # The first stage sends no gradient.
+    assert costs.backward_input == pytest.approx((0, 1.5))
+    assert costs.backward_weight == pytest.approx((3, 1.5))
     assert costs.weight_activation == costs.activation
 
 

@@ -123,7 +123,7 @@ def test_every_rank_can_write_the_step_of_all_ranks_into_one_trace_and_below_its
     titles = [text.get_text() for text in figure_of(timeline, against=planned).texts]
     assert titles == [
         *("1f1b, simulated", "makespan 18 s, bubble rate 33.3 %, peak activations 3 2 1"),
-        *("1f1b, measured", "makespan 18 s, bubble rate 33.3 %, peak activations 3 2 1"),
+        *("1f1b, measured", "makespan 18 s, bubble rate 33.3 %, peak activations 288 B, 384 B, 192 B"),
     ]
     assert (tmp_path / "step.svg").read_text().count("makespan 18 s") == 2
 

@@ -100,10 +100,7 @@ def test_one_rank():
         ((Costs(), 0, 4), "num_ranks=0: 1f1b needs a whole number of at least 1, such as 4"),
         ((Costs(), 4, 0), "num_microbatches=0: "),
         ((Costs(forward=(1, 2)), 4, 4), "forward has 2 values for 4 stages"),
-        (
-            (Costs(forward=[1] * 8), 4, 4),
-            "costs are for 8 stages on 4 ranks: give those of one stage per rank, as of 1f1b",
-        ),
+        ((Costs(forward=[1] * 6), 4, 4), "forward has 6 values for 4 stages"),
     ],
 )
 def test_sizes_and_costs_that_cannot_be(arguments, message):
@@ -136,6 +133,40 @@ def test_stages_are_cut_into_equal_parts():
     assert (halves.activation, halves.weight_activation) == (0.5, Fraction(1, 2))
     assert halves.overlapped == (2.5, 2.5, 3.0, 3.0)
     assert cut(costs, loop(2)) is costs
+
+
+def test_costs_of_several_stages_per_rank_are_joined_and_cut_again():
+    costs = Costs(forward=(1, 3, 2, 4), backward_input=1, transfer=(5, 6, 7), unit="s", memory_unit="B")
+    whole = cut(costs, loop(2))
+    assert (whole.forward, whole.backward_input, whole.transfer) == ((4, 6), 2, (6,))
+    assert (whole.unit, whole.memory_unit) == ("s", "B")
+    assert cut(costs, loop(2, 2)) is costs
+    assert cut(costs, loop(2, 4)).forward == (1, 1, 1, 1, *[Fraction(6, 4)] * 4)
+    # Stages of the model are the same work, whichever way it was measured.
+    four = Costs(forward=(2, 3, 2, 3), backward_input=2, backward_weight=1)
+    for option in recommend(four, 2, 4, search=True):
+        assert sum(option.timeline.busy) == 4 * 2 * (5 + 4 + 2), option.schedule.name
+
+
+def test_only_the_first_part_of_stage_0_has_no_input_gradient():
+    costs = Costs(backward_input=(0, 2, 2), backward_weight=(4, 2, 2))
+    assert cut(costs, loop(3, 2)).backward_input == (0, 1, 1, 1, 1, 1)
+    assert cut(costs, loop(3, 2)).backward_weight == (2, 1, 1, 1, 1, 1)
+    # One of its own, small as it is, is divided like the others.
+    small = Costs(backward_input=(1, 2, 2), backward_weight=(3, 2, 2))
+    assert cut(small, loop(3, 2)).backward_input[:3] == (Fraction(1, 2), Fraction(1, 2), 1)
+    # Two stages of a rank joined are one whose inputs need no gradient.
+    both = cut(Costs(backward_input=(0, 2, 2, 2), backward_weight=(4, 2, 2, 2)), loop(2))
+    assert (both.backward_input, both.backward_weight) == ((0, 4), (8, 4))
+    alone = cut(Costs(backward_input=(0, 2), backward_weight=(4, 2)), loop(1, 4))
+    assert (alone.backward_input, alone.backward_weight) == ((0, 1, 1, 1), (2, 1, 1, 1))
+
+
+def test_options_have_the_units_of_their_costs():
+    costs = Costs(forward=0.25, backward_input=0.25, backward_weight=0.25, activation=4096, unit="s", memory_unit="B")
+    (best, *_) = options = recommend(costs, 2, 4, capacity=100)
+    assert str(best).startswith("zb-v: span 3 s, bubble rate 0.0%, memory 8 KiB, up to 2 microbatches")
+    assert "holds 8 KiB of memory, over the limit of 100 B" in str(options)
 
 
 def test_a_transfer_belongs_to_the_link_between_two_ranks():

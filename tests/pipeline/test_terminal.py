@@ -137,7 +137,7 @@ def test_anything_can_be_shown(timeline, text):
 
 STRIPS = """
 1f1b, simulated
-makespan 12, bubble rate 25.0 %, peak activations 4096 2048
+makespan 12, bubble rate 25.0 %, peak activations 4 KiB, 2 KiB
 
 rank 0  F0 F1 ......B0--- F2 B1--- ...B2---
 4 KiB   ▄▄▄████████████████████████▄▄▄▄▄▄▄▄▄
@@ -155,5 +155,5 @@ def test_memory_in_bytes_is_a_strip_below_its_rank():
 
 def test_ranks_without_room_for_strips_have_none():
     in_bytes = replace(simulated("1f1b", 33, 3, activation=2048), memory_unit="B")
-    assert "KiB" not in str(in_bytes)
+    assert "\n6 KiB" not in str(in_bytes)
     assert "rank 32" in str(in_bytes)

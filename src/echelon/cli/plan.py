@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import typer
@@ -16,7 +16,7 @@ from echelon.cli.plan_report import as_values, in_words, print_comparison, print
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
 from echelon.errors import ScheduleError
 from echelon.pipeline import schedules
-from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.cost import Costs, amount_names
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option, held_microbatches, recommend, search_chunks
 from echelon.timeline.timeline import Time
@@ -121,7 +121,7 @@ class PlanOptions:
             ScheduleError: a value is not a cost.
         """
         # By the fields of `Costs`, so that a new cost needs only its option.
-        return Costs(**given(self, (field.name for field in fields(Costs)), amount))
+        return Costs(**given(self, amount_names(), amount))
 
     def check(self) -> None:
         """Checks which options are given together, before anything is built.

@@ -46,5 +46,7 @@ def _work(timelines: list[Timeline]) -> list[float]:
 
 
 def _have_same_unit(timelines: list[Timeline]) -> bool:
+    if all(timeline.unit == "s" for timeline in timelines):
+        return True
     work = _work(timelines)
     return 0 < max(work) <= _SAME_UNIT * min(work)

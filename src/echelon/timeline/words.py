@@ -26,13 +26,16 @@ def _origin(timeline: Timeline) -> str:
 
 
 def figures(timeline: Timeline) -> str:
-    """Returns the figures of a timeline, such as "makespan 24, bubble rate 20.0 %, peak activations 4 3 2 1"."""
+    """Returns the figures of a timeline, such as "makespan 24, bubble rate 20.0 %, peak activations 4 3 2 1".
+
+    Peaks are in the unit of the memory below, in bytes if that is known.
+    """
     parts = [f"makespan {time_text(timeline.makespan, timeline.unit)}"]
     rate = float(timeline.bubble_rate)
     if not math.isnan(rate):
         parts.append(f"bubble rate {rate_text(rate)}")
     if timeline.peak_activations:
-        parts.append(f"peak activations {_per_rank(timeline.peak_activations)}")
+        parts.append(f"peak activations {_peaks(timeline)}")
     return ", ".join(parts)
 
 
@@ -77,6 +80,7 @@ def axis_words(timeline: Timeline, scale: Scale) -> str:
     return "time (units of the plan)" if timeline.name and not is_measured(timeline) else "time"
 
 
+_OF_COSTS = "units of Costs.activation"
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -94,13 +98,24 @@ def is_measured(timeline: Timeline) -> bool | None:
     return next((transfer.end is None for transfer in timeline.transfers), None)
 
 
-def _per_rank(values: tuple[Time, ...]) -> str:
+def _peaks(timeline: Timeline) -> str:
+    if timeline.memory_unit != "B":
+        return _per_rank(timeline.peak_activations) + ("" if timeline.memory_unit else f" ({_OF_COSTS})")
+    if not timeline.memory:
+        return _per_rank(timeline.peak_activations, "B")
+    # A measured run counts its activations as a plan does, and holds their bytes.
+    return _per_rank(tuple(max((level.amount for level in held), default=0) for held in timeline.memory), "B")
+
+
+def _per_rank(values: tuple[Time, ...], unit: MemoryUnit = "") -> str:
+    texts = [memory_text(value, unit) for value in values]
     # More than 8 numbers would not fit a title: then the largest and the smallest.
     if len(values) > 8:
-        return f"{number(max(values))} (rank {values.index(max(values))}) to {number(min(values))}"
+        most, least = values.index(max(values)), values.index(min(values))
+        return f"{texts[most]} (rank {most}) to {texts[least]}"
     if len(list(groupby(values))) == 1:
-        return number(values[0]) + (" on every rank" if len(values) > 1 else "")
-    return " ".join(map(number, values))
+        return texts[0] + (" on every rank" if len(values) > 1 else "")
+    return " ".join(texts) if unit != "B" else ", ".join(texts)
 
 
 def cause_words(causes: Collection[Cause]) -> Iterator[tuple[Cause, str]]:
@@ -119,7 +134,5 @@ def chunk_words(num_chunks: int) -> str:
 
 def memory_words(timeline: Timeline) -> str:
     """Returns the entry of a legend for the memory that ranks hold."""
-    unit = {"B": "memory", "activations": "activations", "": "memory in units of Costs.activation"}[
-        timeline.memory_unit
-    ]
+    unit = {"B": "memory", "activations": "activations", "": f"activations ({_OF_COSTS})"}[timeline.memory_unit]
     return f"{unit} held, peak at the right"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from numbers import Real
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from echelon.arguments import named, refuse_others
 from echelon.errors import InvalidArgument, ScheduleError
-from echelon.timeline.timeline import Time
+from echelon.timeline.timeline import Time, Unit
 
 Amount: TypeAlias = Time | Sequence[Time]
 """One number for all stages, or a sequence with one per stage."""
+CostMemoryUnit: TypeAlias = Literal["", "B"]
+"""Unit of a plan's memory: bytes, or that of `Costs.activation`."""
 
 
 def transfer_time(num_bytes: Time, latency: Time, bandwidth: Time) -> Time:
@@ -83,9 +85,11 @@ class Costs:
             the two forwards: the stage's input.
         recomputed_activation: Additional memory from the start of I or B to the end of the backward, which the
             recomputation brings back.
+        unit: Unit of all times: "s" for seconds. "": not known; pictures then count in units of the plan.
+        memory_unit: Unit of all memory: "B" for bytes. "": not known; pictures then count in units of `activation`.
 
     Raises:
-        ScheduleError: a cost that is not a finite number of at least 0.
+        ScheduleError: a cost that is not a finite number of at least 0, or another unit.
     """
 
     forward: Amount = 1.0
@@ -97,26 +101,33 @@ class Costs:
     overlapped: Amount | None = None
     recompute: Amount = 0
     recomputed_activation: Amount = 0
+    # Not compared, as those of a Timeline: equal costs make equal plans.
+    unit: Unit = field(default="", kw_only=True, compare=False)
+    memory_unit: CostMemoryUnit = field(default="", kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         # Every sequence becomes a tuple: `num_stages` and `_spread` tell sequences from numbers by that type.
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is None and item.default is None:
+        for name in amount_names():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
                 continue
             if isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(value)
-                object.__setattr__(self, item.name, value)
+                object.__setattr__(self, name, value)
             for number in value if isinstance(value, tuple) else (value,):
-                _validate(item.name, number)
+                _validate(name, number)
+        for name, unit, known in (("unit", self.unit, Unit), ("memory_unit", self.memory_unit, CostMemoryUnit)):
+            if unit not in get_args(known):
+                choices = " or ".join(f'"{each}"' for each in reversed(get_args(known)))
+                raise ScheduleError(f"{name}={unit!r}: give {choices} (not known)")
 
     @property
     def num_stages(self) -> int | None:
         """Number of stages that the sequences are for. None if there is no sequence."""
-        for item in fields(self):
-            value = getattr(self, item.name)
+        for name in amount_names():
+            value = getattr(self, name)
             if isinstance(value, tuple):
-                return len(value) + (item.name == "transfer")
+                return len(value) + (name == "transfer")
         return None
 
     def per_stage(self, placement: Sequence[int]) -> StageCosts:
@@ -150,6 +161,15 @@ class Costs:
             ),
             recomputed_activation=recomputed,
         )
+
+
+def amount_names() -> tuple[str, ...]:
+    """Returns the names of all costs: every field of `Costs` but its units."""
+    return tuple(each.name for each in fields(Costs) if not each.kw_only)
+
+
+# Their None has a meaning.
+_OPTIONAL = ("weight_activation", "overlapped")
 
 
 def _add(left: Time, right: Time) -> Time:

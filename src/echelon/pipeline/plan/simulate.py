@@ -92,6 +92,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         transfers=LazySequence(partial(_transfers, schedule, ends, stage_costs.transfer)),
         peak_activations=peaks(schedule, stage_costs),
         name=schedule.name,
+        unit=costs.unit,
         memory=LazySequence(partial(_held, schedule, stage_costs, starts, ends)),
         memory_unit=_memory_unit(costs),
     )
@@ -142,6 +143,9 @@ def measured_costs(timeline: Timeline, activations: Costs) -> Costs:
     halves = [times[stage, "I"] if (stage, "I") in times else times[stage, "B"] / 2 for stage in stages]
     weights = [times[stage, "W"] if (stage, "W") in times else times[stage, "B"] / 2 for stage in stages]
     memory = activations.per_stage(range(len(stages)))
+    # The first stage sends no gradient: its I does nothing, and its W does everything.
+    if stages and stages[0] == 0 and (0, "I") not in times:
+        halves[0], weights[0] = 0.0, times[0, "B"]
     # A recomputed activation is held until W as well.
     until_weight = map(add, memory.activation, memory.recomputed_activation)
     return replace(
@@ -156,6 +160,7 @@ def measured_costs(timeline: Timeline, activations: Costs) -> Costs:
             for stage, kept, held in zip(stages, memory.weight_activation, until_weight, strict=True)
         ],
         overlapped=_measured_overlaps(times, stages),
+        unit=timeline.unit,
     )
 
 
@@ -186,7 +191,9 @@ def _measured_transfer(timeline: Timeline) -> float:
 
 
 def _memory_unit(costs: Costs) -> MemoryUnit:
-    """Returns the unit of memory: activations where every stage has one, else that of the costs, which they know."""
+    """Returns the unit of memory: that of the costs. If they know none, activations where every stage has one."""
+    if costs.memory_unit:
+        return costs.memory_unit
     plain = costs.weight_activation is None and not costs.recomputed_activation
     return "activations" if plain and costs.activation == 1 else ""
 

@@ -49,6 +49,7 @@ def memory_costs(of_stages: Sequence[Activations]) -> Costs:
         weight_activation=[size.weight_activation for size in of_stages],
         # Below 0 if a stage saves less than its input, which is no longer counted once the forward was run again.
         recomputed_activation=[max(0, size.recomputed_activation) for size in of_stages],
+        memory_unit="B",
     )
 
 

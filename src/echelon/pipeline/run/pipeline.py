@@ -413,9 +413,9 @@ class Pipeline:
 
         Times are seconds, medians over the microbatches of the last `step`. Memory is bytes, of the first step. The
         transfer is the longest between two ranks; only transfers that a rank waited for count. A schedule with I and W,
-        such as "zb-h1", measures them apart. Of a whole backward, half counts as I and half as W, and activations as
-        held until W. A forward that was run again counts as part of I. `recommend` takes costs of one stage per rank,
-        as "1f1b" or "zb-h1" measures them. Data-parallel replicas measure each their own.
+        such as "zb-h1", measures them apart. Of a whole backward, half counts as I and half as W, that of stage 0
+        as W, and activations as held until W. A forward that was run again counts as part of I. Data-parallel replicas
+        measure each their own.
 
         Raises:
             ScheduleError: no step has been run, or a stage ran in overlapped steps alone.

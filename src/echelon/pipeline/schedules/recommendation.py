@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from html import escape
 from itertools import chain, pairwise, repeat
 from numbers import Real
@@ -19,7 +20,7 @@ from echelon.pipeline.schedules.registry import build, names
 from echelon.pipeline.search.engine import search as search_schedule
 from echelon.pipeline.search.problem import rank_limits
 from echelon.timeline.timeline import Time, Timeline
-from echelon.timeline.words import memory_text
+from echelon.timeline.words import memory_text, time_text
 
 # Stages per rank, for schedules that have a choice. The search knows placements of 1 and of 2.
 _CHUNKS = 2
@@ -27,11 +28,15 @@ _CHUNKS = 2
 _ROUNDING = 1 + 1e-9
 # No plan has a million microbatches on a rank, and no rank a million MiB.
 _LEAST_BYTES = 1 << 20
+# As measured, an I of stage 0 that does nothing takes microseconds. A tenth of its share is no product of matrices.
+_NO_INPUT_GRADIENT = 0.1
 
 
 @dataclass(frozen=True, repr=False)
 class Option:
-    """Schedule with its predicted time and memory. Its `str` is one line. Memory from 1 MiB on is shown as bytes.
+    """Schedule with its predicted time and memory. Its `str` is one line.
+
+    Memory is shown as bytes if the costs say so, or from 1 MiB on.
 
     Args:
         schedule: The schedule.
@@ -55,9 +60,10 @@ class Option:
         return self.problem is None
 
     def __str__(self) -> str:
+        span, rate = time_text(self.timeline.span, self.costs.unit), float(self.timeline.bubble_rate)
+        memory = _memory(max(self.peak_memory), self.costs)
         return (
-            f"{self.schedule.name}: span {float(self.timeline.span):.4g}, "
-            f"bubble rate {float(self.timeline.bubble_rate):.1%}, memory {_memory(max(self.peak_memory))}, up to "
+            f"{self.schedule.name}: span {span}, bubble rate {rate:.1%}, memory {memory}, up to "
             f"{max(self.peak_microbatches):.4g} microbatches{'' if self.fits else f' (does not fit: {self.problem})'}"
         )
 
@@ -97,8 +103,9 @@ def recommend(
     other. Times and memory are exact if the costs are: print them as `float(option.timeline.span)`.
 
     Args:
-        costs: Costs of a model that is cut into one stage per rank. Schedules with several chunks cut each stage into
-            as many equal parts.
+        costs: Costs of a model that is cut into one stage per rank, or into several. A schedule with another number of
+            chunks joins neighbouring stages and cuts them into equal parts. If stage 0 has no input gradient, its first
+            part has none.
         num_ranks: Number of ranks.
         num_microbatches: Number of microbatches of a step.
         memory_limit: Most activations of a rank, in microbatches. One microbatch is the sum over all stages of the
@@ -111,15 +118,12 @@ def recommend(
 
     Raises:
         InvalidArgument: `costs` is no Costs, or a limit no number.
-        ScheduleError: sizes that no schedule has, or costs that are not for one stage per rank.
+        ScheduleError: sizes that no schedule has, or costs that are not for an equal number of stages per rank.
     """
-    count = check_costs(costs).num_stages or num_ranks
-    if num_ranks and count > num_ranks and not count % num_ranks:  # as a pipeline with several chunks measures them
-        raise ScheduleError(
-            f"costs are for {count} stages on {num_ranks} ranks: give those of one stage per rank, as of 1f1b"
-        )
+    check_costs(costs)
     # Costs for another number of stages fail here, before the search, which may take long.
-    costs.per_stage(build("1f1b", num_ranks, num_microbatches).placement)
+    placement = build("1f1b", num_ranks, num_microbatches).placement
+    cut(costs, placement).per_stage(placement)
     for name, limit in (("memory_limit", memory_limit), ("capacity", capacity)):
         if limit is not None and not isinstance(limit, Real):
             raise InvalidArgument(f"{name} is {named(limit)}: give a number, or None for no limit")
@@ -140,13 +144,13 @@ def search_chunks(costs: Costs, num_ranks: int, num_microbatches: int, memory_li
     Two chunks are left out if `costs.transfer` is given per boundary: it fits only one placement of two chunks.
 
     Args:
-        costs: Costs of a model that is cut into one stage per rank, as for `recommend`.
+        costs: Costs of a model that is cut into one stage per rank, or into several, as for `recommend`.
         num_ranks: Number of ranks.
         num_microbatches: Number of microbatches of a step.
         memory_limit: Most activations of a rank, in microbatches.
 
     Raises:
-        ScheduleError: impossible sizes or limit, or costs that are not for one stage per rank.
+        ScheduleError: impossible sizes or limit, or costs that are not for an equal number of stages per rank.
     """
     found = _searched(costs, num_ranks, num_microbatches, memory_limit)
     options = (_option(schedule, costs, memory_limit, (0,) * num_ranks, None) for schedule in found)
@@ -186,9 +190,9 @@ def _rows(options: Sequence[Option]) -> list[tuple[str, ...]]:
             (
                 option.schedule.name,
                 str(option.schedule.num_chunks),
-                f"{float(option.timeline.span):.4g}",
+                time_text(option.timeline.span, option.costs.unit),
                 f"{float(option.timeline.bubble_rate):.1%}",
-                _memory(max(option.peak_memory)),
+                _memory(max(option.peak_memory), option.costs),
                 " ".join(peaks if len(peaks) <= 8 else [*peaks[:4], "..", *peaks[-4:]]),
                 f"does not fit: {option.problem}" if option.problem else "fits",
             )
@@ -197,32 +201,79 @@ def _rows(options: Sequence[Option]) -> list[tuple[str, ...]]:
 
 
 def cut(costs: Costs, placement: Sequence[int]) -> Costs:
-    """Returns the costs of a placement's stages, from costs of one stage per rank.
+    """Returns the costs of a placement's stages, from costs of any equal number of stages per rank.
 
-    Each stage is cut into equal parts, one per chunk of a rank. A transfer between neighbouring ranks keeps its time.
-    Any other transfer takes as long as the longest.
+    With another number per rank, the stages of each of them are joined, and cut into equal parts. A transfer between
+    neighbouring ranks keeps its time. Any other transfer takes as long as the longest.
     """
     num_ranks = max(placement) + 1
-    chunks = len(placement) // num_ranks
-    if chunks == 1:
+    given, chunks = costs.num_stages or num_ranks, len(placement) // num_ranks
+    if given == len(placement) or not given or given % num_ranks:
         return costs
+    number = given // num_ranks
+    transfer = costs.transfer
+    kept = transfer[number - 1 :: number] if isinstance(transfer, Sequence) else transfer
+    joined = _mapped(costs, partial(_join, number=number), kept)
+    parts = _mapped(joined, partial(_parts, number=chunks), _transfers(kept, placement))
+    share = _missing_share(costs)
+    return parts if share is None else _without_first_input_gradient(parts, chunks, share)
 
-    def parts(amount: Amount) -> Amount:
-        if isinstance(amount, Sequence):
-            return tuple(_divided(amount[stage // chunks], chunks) for stage in range(len(placement)))
-        return _divided(amount, chunks)
 
-    return Costs(
-        forward=parts(costs.forward),
-        backward_input=parts(costs.backward_input),
-        backward_weight=parts(costs.backward_weight),
-        transfer=_transfers(costs.transfer, placement),
-        activation=parts(costs.activation),
-        weight_activation=None if costs.weight_activation is None else parts(costs.weight_activation),
-        overlapped=None if costs.overlapped is None else parts(costs.overlapped),
-        recompute=parts(costs.recompute),
-        recomputed_activation=parts(costs.recomputed_activation),
+def _missing_share(costs: Costs) -> Time | None:
+    """Returns the share of the input gradient in the backward of stage 1, if stage 0 has none. None if it has one.
+
+    As measured, stage 0 does all of its backward in W: the inputs of the model need no gradient.
+    """
+    inputs = _each(costs.backward_input, 1)
+    if len(inputs) == 1:
+        return None
+    first, second = _each(costs.backward_weight, 2)[:2]
+    share = _share(inputs[1], inputs[1] + second)
+    return share if inputs[0] < _NO_INPUT_GRADIENT * share * (inputs[0] + first) else None
+
+
+def _without_first_input_gradient(costs: Costs, chunks: int, share: Time) -> Costs:
+    """Returns costs in which stage 0 does all of its backward in W, and the later parts of its rank do not."""
+    inputs = _each(costs.backward_input, 0)
+    weights = _each(costs.backward_weight, len(inputs))
+    backward = inputs[0] + weights[0]
+    needed = backward * share
+    return replace(
+        costs,
+        backward_input=(0, *[needed] * (chunks - 1), *inputs[chunks:]),
+        backward_weight=(backward, *[backward - needed] * (chunks - 1), *weights[chunks:]),
     )
+
+
+def _each(amount: Amount, number: int) -> tuple[Time, ...]:
+    return tuple(amount) if isinstance(amount, Sequence) else (amount,) * number
+
+
+def _mapped(costs: Costs, each: Callable[[Amount], Amount], transfer: Amount) -> Costs:
+    return replace(
+        costs,
+        forward=each(costs.forward),
+        backward_input=each(costs.backward_input),
+        backward_weight=each(costs.backward_weight),
+        transfer=transfer,
+        activation=each(costs.activation),
+        weight_activation=None if costs.weight_activation is None else each(costs.weight_activation),
+        overlapped=None if costs.overlapped is None else each(costs.overlapped),
+        recompute=each(costs.recompute),
+        recomputed_activation=each(costs.recomputed_activation),
+    )
+
+
+def _join(amount: Amount, number: int) -> Amount:
+    if isinstance(amount, Sequence):
+        return tuple(sum(amount[first : first + number]) for first in range(0, len(amount), number))
+    return amount * number
+
+
+def _parts(amount: Amount, number: int) -> Amount:
+    if isinstance(amount, Sequence):
+        return tuple(_divided(value, number) for value in amount for _ in range(number))
+    return _divided(amount, number)
 
 
 def held_microbatches(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[float, ...]:
@@ -247,7 +298,8 @@ def _named(num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
 
 
 def _searched(costs: Costs, num_ranks: int, num_microbatches: int, memory_limit: Time | None) -> Iterator[Schedule]:
-    yield search_schedule(costs, num_ranks, num_microbatches, memory_limit, num_chunks=1)
+    whole = cut(costs, loop(num_ranks, 1))
+    yield search_schedule(whole, num_ranks, num_microbatches, memory_limit, num_chunks=1)
     # The search tries two placements of two chunks, and a transfer time per boundary fits only one of them.
     if not isinstance(costs.transfer, Sequence):
         halves = cut(costs, loop(num_ranks, _CHUNKS))
@@ -261,21 +313,24 @@ def _option(
     timeline = schedule.simulate(costs)
     held = held_microbatches(schedule, costs, timeline)
     memory = tuple(peak + more for peak, more in zip(timeline.peak_activations, throughout, strict=True))
-    problems = (_excess(held, memory_limit, "microbatches"), _excess(memory, capacity, "of memory"))
+    problems = (_excess(held, memory_limit, "microbatches"), _excess(memory, capacity, "of memory", costs))
     return Option(schedule, costs, timeline, held, memory, next(filter(None, problems), None))
 
 
-def _excess(peaks: Sequence[Time], limit: Time | None, unit: str) -> str | None:
+def _excess(peaks: Sequence[Time], limit: Time | None, unit: str, costs: Costs | None = None) -> str | None:
     """Returns a text that names the rank with the highest peak. None if it is within the limit."""
     most = max(peaks)
     if limit is None or most <= limit * _ROUNDING:
         return None
-    return f"rank {peaks.index(most)} holds {_memory(most)} {unit}, over the limit of {_memory(limit)}"
+    return f"rank {peaks.index(most)} holds {_memory(most, costs)} {unit}, over the limit of {_memory(limit, costs)}"
 
 
-def _memory(amount: Time) -> str:
-    """Returns an amount of memory, such as "12,400". Amounts from 1 MiB on are taken for bytes, such as "8.5 GiB"."""
-    if amount >= _LEAST_BYTES:
+def _memory(amount: Time, costs: Costs | None) -> str:
+    """Returns an amount of memory, such as "12,400". Amounts from 1 MiB on are taken for bytes, such as "8.5 GiB".
+
+    None: it is a number of microbatches.
+    """
+    if costs is not None and (costs.memory_unit == "B" or amount >= _LEAST_BYTES):
         return memory_text(amount, "B")
     return f"{float(amount):,.0f}" if amount >= 1000 else f"{float(amount):.4g}"
 
@@ -283,6 +338,12 @@ def _memory(amount: Time) -> str:
 def _divided(amount: Time, parts: int) -> Time:
     # int by int would become a float, and exact costs stay exact.
     return Fraction(amount, parts) if isinstance(amount, int) else amount / parts
+
+
+def _share(part: Time, whole: Time) -> Time:
+    if not whole:
+        return 0
+    return Fraction(part, whole) if isinstance(part, int) and isinstance(whole, int) else part / whole
 
 
 def _transfers(transfer: Amount, placement: Sequence[int]) -> Amount:
@@ -293,7 +354,7 @@ def _transfers(transfer: Amount, placement: Sequence[int]) -> Amount:
 
 
 def _per_rank(amount: Amount, num_ranks: int) -> tuple[Time, ...]:
-    values = tuple(amount) if isinstance(amount, Sequence) else (amount,) * num_ranks
+    values = _each(amount, num_ranks)
     if len(values) != num_ranks:
         raise ScheduleError(
             f"parameters has {len(values)} values for {num_ranks} ranks: give one number, or one per rank"
