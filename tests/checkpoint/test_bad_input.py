@@ -661,6 +661,48 @@ def test_a_save_between_two_backwards_under_no_sync_warns_that_it_has_no_gradien
     assert second == []
 
 
+def save_not_finite(group, path, kind):
+    model, store = make(2, layers=1), Store(path, group=group)
+    model.register_buffer("mask", torch.full((2,), -torch.inf))
+    if kind == "fully_shard":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.distributed.init_process_group("gloo")
+        fully_shard(model, mesh=init_device_mesh("cpu", (group.world_size,)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store.save(1, model=model)
+        with torch.no_grad():
+            weight, bias = model.parameters()
+            (bias if kind == "plain" else bias.to_local()).fill_(torch.nan)
+            if kind == "plain":
+                weight[0, 0] = torch.inf
+        store.save(2, model=model, wait=False)
+        store.close()
+    return [(str(each.message), each.filename) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("plain", "0.weight (1 of 4 values that were looked at), and in 1 other parameters"),
+        ("fully_shard", "0.bias (1 of 1 values that were looked at)"),
+    ],
+)
+def test_a_save_of_parameters_that_are_not_finite_warns(kind, found, tmp_path):
+    """Every checkpoint that `keep=` left was one of a run that had diverged."""
+    first, second = echelon.simulate(save_not_finite, 2, (str(tmp_path), kind)).results
+    assert first == [
+        (
+            f"step 2 is saved with NaN or infinity in {found}: a run that goes on from it would train on them, so load "
+            "a step before that, and look at the loss before the optimizer's step",
+            __file__,
+        )
+    ]
+    assert second == []
+
+
 def on_one_step(group, path):
     """Uses the folder of one step as a store. Returns the errors."""
     Store(path).save(4, model=make())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn, optim
 
 from echelon.arguments import named
-from echelon.checkpoint.encoding import Encoded, checksum, encode, joined, samples
+from echelon.checkpoint.encoding import Encoded, Sample, checksum, encode, joined, samples
 from echelon.checkpoint.model import ModelTensors, Place, is_sharded, ranges_of, spec_of, tensors_of
 from echelon.checkpoint.optimizer import OptimizerState, check_optimizer, kind_of, state_of
 from echelon.checkpoint.param_groups import ParamGroup, merge
@@ -122,6 +122,8 @@ class Collected(NamedTuple):
     state: State
     seed: int | None
     layout: dict[str, Json]
+    not_finite: str | None
+    """Parameters with NaN or infinity, as a text for a warning. None if no sample has any."""
 
 
 @dataclass
@@ -159,7 +161,8 @@ def collect(objects: Objects, group: ProcessGroup | None) -> Collected:
     layout: dict[str, Json] = {"dp": part.place.num_dp, "pp": part.place.num_pp}
     if pipeline is not None:
         layout["schedule"] = pipeline.schedule.name
-    return Collected(_state(part, told, data, rank), None if pipeline is None else pipeline.seed, layout)
+    seed = None if pipeline is None else pipeline.seed
+    return Collected(_state(part, told, data, rank), seed, layout, _not_finite(told))
 
 
 def describe_or_fail(
@@ -249,6 +252,7 @@ def _describe_model(part: _Part, prefix: str, model: ModelTensors) -> None:
 
 def _told(part: _Part) -> dict[str, JsonLike]:
     """Returns this rank's description, as the other ranks get it."""
+    found = _samples(part)
     told: dict[str, Any] = {
         "place": list(part.place),
         "shared": {name: encoded.digest() for name, encoded in part.shared.items()},
@@ -262,7 +266,13 @@ def _told(part: _Part) -> dict[str, JsonLike]:
             for section, one in part.optimizers.items()
         },
         "values": {name: value for one in part.optimizers.values() for name, value in one.values.items()},
-        "samples": _samples(part),
+        "samples": {
+            name: found[name].crc32
+            for model in part.models.values()
+            for name, tensor in model.tensors.items()
+            if name in found and not (model.is_local or is_sharded(tensor))
+        },
+        "not_finite": {name: [each.not_finite, each.taken] for name, each in found.items() if each.not_finite},
         # Checksums of buffers alone: replicas need not have them equal, and they are small.
         "buffers": {
             name: checksum(model.tensors[name])
@@ -274,16 +284,28 @@ def _told(part: _Part) -> dict[str, JsonLike]:
     return told
 
 
-def _samples(part: _Part) -> dict[str, int]:
-    """Returns checksums of some elements of the tensors that must be equal on all ranks that have them."""
-    names: list[str] = []
-    tensors: list[Tensor] = []
-    for model in part.models.values():
-        for name, tensor in model.tensors.items():
-            if not (model.is_local or name in model.buffers or is_sharded(tensor)):
-                names.append(name)
-                tensors.append(tensor)
-    return dict(zip(names, samples(tensors), strict=True))
+def _samples(part: _Part) -> dict[str, Sample]:
+    """Returns samples of this rank's parameters."""
+    found = {
+        name: cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
+        for model in part.models.values()
+        for name, tensor in model.tensors.items()
+        if name not in model.buffers  # a mask may be of infinities
+    }
+    return dict(zip(found, samples(found.values()), strict=True))
+
+
+def _not_finite(told: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns a text of the parameters that have NaN or infinity on some rank. None if there are none."""
+    found: dict[str, tuple[int, int]] = {}
+    for each in told:
+        for name, (bad, taken) in each["not_finite"].items():
+            found.setdefault(name, (bad, taken))
+    if not found:
+        return None
+    first, (bad, taken) = next(iter(found.items()))
+    more = f", and in {len(found) - 1} other parameters" if len(found) > 1 else ""
+    return f"NaN or infinity in {first} ({bad} of {taken} values that were looked at){more}"
 
 
 def _compare(part: _Part, told: Sequence[Mapping[str, Any]]) -> None:

@@ -58,19 +58,37 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(cast("Any", data.numpy()))
 
 
-def samples(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns the CRC32 of some elements of each tensor, from its first to its last.
+class Sample(NamedTuple):
+    """Some elements of a tensor, from its first to its last."""
 
-    They tell replicas apart that were trained differently, and cost a thousandth of a checksum.
+    crc32: int
+    taken: int
+    """Number of the elements."""
+    not_finite: int
+    """How many of them are NaN or infinite."""
+
+
+def samples(tensors: Iterable[Tensor]) -> list[Sample]:
+    """Returns a sample of each tensor.
+
+    Samples tell replicas apart that were trained differently, and weights that a NaN has spread to. They cost a
+    thousandth of a checksum.
     """
-    parts = []
+    parts, dtypes = [], []
     for tensor in tensors:
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         step = max(1, flat.numel() // _SAMPLES)
+        dtypes.append(flat.dtype)
         parts.append(flat[::step][: 2 * _SAMPLES].contiguous().view(torch.uint8))
     found = []
-    for part in parts if all(each.is_cpu for each in parts) else _to_cpu(parts):
-        found.append(zlib.crc32(cast("Any", part.numpy())))
+    for part, dtype in zip(parts if all(each.is_cpu for each in parts) else _to_cpu(parts), dtypes, strict=True):
+        values = part.view(dtype)
+        bad = 0
+        if dtype.is_floating_point or dtype.is_complex:
+            # isfinite is not made for the floats of 8 bits.
+            finite = (values.float() if dtype.itemsize == 1 else values).isfinite()
+            bad = finite.numel() - int(finite.count_nonzero())
+        found.append(Sample(zlib.crc32(cast("Any", part.numpy())), len(values), bad))
     return found
 
 

@@ -142,6 +142,10 @@ class Store:
             UnsupportedOp: a tensor has no values of its own.
             CheckpointError: it could not be written, on this or another rank; or an earlier save without `wait`.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather_object`.
+
+        Warns:
+            UserWarning: on rank 0, a parameter holds NaN or infinity, as far as up to 128 of its values show; or
+                gradients of no_sync() are not saved.
         """
         if unnamed:
             raise InvalidArgument("objects are passed by name: store.save(step, model=model, optimizer=optimizer)")
@@ -165,6 +169,12 @@ class Store:
             warnings.warn(
                 f"step {step} is saved without the gradients that backward has accumulated under no_sync(), and a run "
                 "that goes on from it would lose them: save after the optimizer's step",
+                stacklevel=3,
+            )
+        if found.not_finite is not None and rank_of(group) == 0:
+            warnings.warn(
+                f"step {step} is saved with {found.not_finite}: a run that goes on from it would train on them, so "
+                "load a step before that, and look at the loss before the optimizer's step",
                 stacklevel=3,
             )
         return handle
