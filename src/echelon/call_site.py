@@ -12,7 +12,7 @@ import warnings
 from types import CodeType, FrameType
 from typing import TypeAlias
 
-from echelon.purposes import BACKWARD, FORWARD
+from echelon.purposes import BACKWARD, FORWARD, OF_MODULE
 
 Place: TypeAlias = tuple[CodeType, int, str]
 """Code object, index of an instruction in it, and the module for which FSDP2 communicates there, mostly empty.
@@ -163,7 +163,7 @@ def _place_in(frame: FrameType | None) -> Place | None:
 
 
 def sharded_module(frame: FrameType) -> str:
-    """Returns the name of the module for which FSDP2 communicates in a frame of `OF_FSDP2`. Empty if it has none."""
+    """Returns the module for which FSDP2 communicates in a frame of `OF_FSDP2`. Empty if that is not known."""
     # Late: parts without torch have call sites, too.
     from echelon._torch_private.distributed import module_of_parameters
 
@@ -206,4 +206,4 @@ def _line(place: Place) -> int:
 
 
 def _module(place: Place) -> str:
-    return f" (FSDP of module {place[2]})" if place[2] else ""
+    return f" {OF_MODULE}{place[2]})" if place[2] else ""

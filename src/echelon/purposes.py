@@ -20,6 +20,11 @@ SHARDED_STEP = "ZeroOptimizer.step"
 PIPELINE = "Pipeline"
 TIED = "Pipeline's tied weights"
 
+OF_MODULE = "(FSDP of "
+"""Words before the module of FSDP2 whose parameters a collective gathers or reduces."""
+_FSDP = "FSDP"
+"""Name of such a collective."""
+
 OF_STEPS = (BACKWARD, FORWARD)
 """Calls that each step makes."""
 _STEP = " of step "
@@ -27,6 +32,7 @@ _OWN_CALL = re.compile(r"(?:in )?(?!past )(\w+)[^#]*, #\d")
 """Text of a collective that the program calls itself."""
 _TRANSFER = re.compile(r"(receive from|send to) rank \d+, the \w+ of microbatch \d+ for stage \d")
 """Text of a message between two stages of a pipeline."""
+_SAME_BATCHES = "give every rank the same number of batches, as by drop_last=True or a DistributedSampler"
 _CURES = {
     SAVE: "call Store.save on every rank, outside of `if rank == 0`",
     LOAD: "call Store.load on every rank, outside of `if rank == 0`",
@@ -65,17 +71,21 @@ def cure_of(calls: Mapping[int, str], *, have_ended: bool = False) -> str:
     """
     names = {rank: _name(text) for rank, text in calls.items()}
     found = set(names.values())
+    if found == {_FSDP}:
+        return _cure_of_sharded(calls)
     if len(found) < 2:
         return ""
     cures = list(dict.fromkeys(cure for name, cure in _CURES.items() if name in found))
-    stepping = [rank for rank, name in names.items() if name in OF_STEPS]
+    stepping = [rank for rank, name in names.items() if name in (*OF_STEPS, _FSDP)]
     others = [rank for rank in names if rank not in stepping]
     if stepping and JOIN in found:
         return "enter ddp.join() on every rank"
     if stepping and others:
         behind = f"{listed(others)} ran fewer steps (batches) than {listed(stepping)}"
-        same = "give every rank the same number of batches, as by drop_last=True or a DistributedSampler"
-        cure = f"use ddp.join(), or {same}"
+        cure = f"use ddp.join(), or {_SAME_BATCHES}"
+        if _FSDP in found:
+            behind = f"{listed(others)} ran fewer forwards or backwards than {listed(stepping)}"
+            cure = f"{_SAME_BATCHES}, and evaluate on every rank"
         if have_ended and not cures:
             return f"{behind}: {cure}"
         may_be_alone = not have_ended and not cures
@@ -95,9 +105,20 @@ def cure_of(calls: Mapping[int, str], *, have_ended: bool = False) -> str:
     return "; ".join(cures)
 
 
+def _cure_of_sharded(calls: Mapping[int, str]) -> str:
+    """Returns the advice for ranks that all communicate for a module of FSDP2. Empty if they do so in equal calls."""
+    modules = {text.partition(OF_MODULE)[2].partition(")")[0] for text in calls.values()}
+    operations = {text.partition(" of ")[0] for text in calls.values()}
+    if len(modules) > 1 or len(operations) > 1:
+        return f"run the same layers forward and backward in the same order on every rank, and {_SAME_BATCHES}"
+    return "make the module with the same shapes and dtypes on every rank" if len(set(calls.values())) > 1 else ""
+
+
 def _name(text: str) -> str:
     """Returns the call of the library with which a text begins. Empty if there is none."""
     text = text.removeprefix("in ")
+    if OF_MODULE in text and not text.startswith("past "):
+        return _FSDP
     if _TRANSFER.match(text):
         return PIPELINE
     return next((name for name in (*OF_STEPS, *_CURES) if text.startswith(name)), "")

@@ -45,11 +45,39 @@ def backward_of_some():
         dist.barrier()
 
 
+def fewer_steps():
+    model, rank = sharded()
+    for _ in range(3 - rank):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def other_order():
+    dist.init_process_group("gloo")
+    wide, narrow = fully_shard(nn.Linear(4, 8)), fully_shard(nn.LayerNorm(4))
+    for layer in (wide, narrow) if dist.get_rank() else (narrow, wide):
+        layer(torch.ones(2, 4))
+
+
+def other_shapes():
+    dist.init_process_group("gloo")
+    width = 4 + 4 * dist.get_rank()
+    fully_shard(nn.Linear(width, 4))(torch.ones(2, width))
+
+
+SAME_BATCHES = "give every rank the same number of batches, as by drop_last=True or a DistributedSampler"
+FEWER = f"rank 1 ran fewer forwards or backwards than rank 0: {SAME_BATCHES}, and evaluate on every rank"
+
+
 @pytest.mark.parametrize(
     ("main", "told"),
     [
         (forward_of_some, "return self.layers(x) (FSDP of module layers.1)"),
+        (forward_of_some, FEWER),
         (backward_of_some, "(FSDP of module layers.2) on rank 0, but barrier"),
+        (backward_of_some, FEWER.replace(": ", ", ")),
+        (fewer_steps, f"which has returned: {FEWER}"),
+        (other_order, f"run the same layers forward and backward in the same order on every rank, and {SAME_BATCHES}"),
+        (other_shapes, "(FSDP of Linear) on rank 0: make the module with the same shapes and dtypes on every rank"),
     ],
 )
 def test_the_module_stands_beside_the_line(main, told):

@@ -277,11 +277,17 @@ def shardings() -> Shardings | None:
 
 
 def module_of_parameters(group: object) -> str:
-    """Returns the name of the module whose parameters FSDP2 gathers and reduces as one group. Empty for the root.
+    """Returns the module whose parameters FSDP2 gathers and reduces as one group, such as "module layers.2".
 
-    torch itself tells it only to the profiler.
+    torch itself tells its name only to the profiler. The root has none, and no module has one before the root has run:
+    then the class is returned. Empty for other objects.
     """
-    return _label_of_parameters(group).partition("(")[2].partition(")")[0] if _has_labels() else ""
+    name = _label_of_parameters(group).partition("(")[2].partition(")")[0] if _has_labels() else ""
+    if name:
+        return f"module {name}"
+    # fully_shard makes a class of the same name with this prefix.
+    classes = [type(module).__name__.removeprefix("FSDP") for module in modules_of_parameters(group)]
+    return classes[0] if classes else ""
 
 
 def modules_of_parameters(group: object) -> tuple[torch.nn.Module, ...]:

@@ -48,6 +48,11 @@ class Waiting(NamedTuple):
     context: int
     """Context of that group."""
 
+    @property
+    def text(self) -> str:
+        """Operation and place, which names a module of FSDP2."""
+        return f"{self.doing} at {self.place}" if self.place else self.doing
+
     def __str__(self) -> str:
         whom = "any rank" if self.peers == (ANY,) else listed(self.peers)
         if self.is_beside:
@@ -163,7 +168,7 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int], mispaired: Coll
     for task in tasks:
         if gone := [peer for peer in task.peers if peer in returned]:
             which, all_of_them = ("which has returned", "both") if len(gone) == 1 else ("which have returned", "all")
-            cure = cure_of({task.rank: task.doing, **dict.fromkeys(gone, "")}, have_ended=True)
+            cure = cure_of({task.rank: task.text, **dict.fromkeys(gone, "")}, have_ended=True)
             advice = cure or f"make {all_of_them} call the same operations"
             return f"rank {task.rank} waits for {listed(gone)}, {which}: {advice}"
     edges: dict[int, list[int]] = {}
@@ -181,7 +186,7 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int], mispaired: Coll
 def _advice(cycle: Sequence[Waiting], mispaired: Collection[int]) -> str:
     """Returns the remedy for tasks that wait for each other. `mispaired`: ranks whose receives fit no message."""
     # Not of a rank's wait for its own asynchronous operation, which is listed twice.
-    calls = {task.rank: task.doing for task in cycle if task.group or task.peers != (task.rank,)}
+    calls = {task.rank: task.text for task in cycle if task.group or task.peers != (task.rank,)}
     if cure := cure_of(calls):
         return cure
     if len({task.context for task in cycle}) == 1 or not all(task.group for task in cycle):
