@@ -67,11 +67,26 @@ def is_foreign(path: str) -> bool:
 
 
 def ddp_call() -> str:
-    """Returns the call of torch's DDP that has called this package. Empty if another one has."""
+    """Returns the call of torch's DDP that has called this package. Empty if another one has.
+
+    A hook of `register_comm_hook` is a part of DDP's backward.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else _ddp_call_of(frame.f_code.co_filename)
+    call = "" if frame is None else _ddp_call_of(frame.f_code.co_filename)
+    # The C++ of a backward calls hooks of tensors, too. DDP's alone has a bucket as an argument.
+    while not call and frame is not None:
+        outer = frame.f_back
+        if outer is not None and _ddp_call_of(outer.f_code.co_filename) == BACKWARD:
+            return BACKWARD if _has_bucket(frame) else ""
+        frame = outer
+    return call
+
+
+def _has_bucket(frame: FrameType) -> bool:
+    given = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return any(type(frame.f_locals.get(name)).__name__ == "GradBucket" for name in given)
 
 
 def is_in_ddp(ident: int) -> bool:

@@ -49,7 +49,7 @@ class FlightRecord:
     """Operation of this rank, as a value."""
 
     group: str
-    """Name of the group."""
+    """Name of the user's group, also of operations in a group that the library has made from it."""
     sequence: int
     """Number of the collective in its group; 0 for point-to-point messages."""
     operation: str
@@ -190,7 +190,7 @@ class OperationRecord:
         """Returns a snapshot of the operation."""
         ended, error = self.ended, self.error
         return FlightRecord(
-            group=self.group,
+            group=self.shown_group,
             sequence=self.sequence,
             operation=self.operation if self.purpose is None else f"{self.purpose} ({self.operation})",
             num_bytes=self.num_bytes,
@@ -215,6 +215,11 @@ class OperationRecord:
         return self._numbered() if self.purpose is None else str(self.purpose)
 
     @property
+    def call_of_group(self) -> str:
+        """The user's call, with the group."""
+        return "echelon.init" if self.is_internal else f"{self.call} of group {self.shown_group!r}"
+
+    @property
     def shown_group(self) -> str:
         """Name of the user's group."""
         return (self.purpose is not None and self.purpose.group) or self.group
@@ -225,7 +230,7 @@ class OperationRecord:
     def _placed(self, call: str) -> str:
         where = line_of(self.place)
         if self.is_internal:
-            return "echelon.init" + (f" at {where}" if where else "")
+            return self.call_of_group + (f" at {where}" if where else "")
         return f"{call} of group {self.shown_group!r}" + (f" at {where}{self.called_from()}" if where else "")
 
     def called_from(self) -> str:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.data_parallel.layout import MEBIBYTE, bucket_layout
+from echelon.errors import InvalidArgument
 
 PARAMETERS = st.lists(
     st.tuples(st.integers(0, 6 * MEBIBYTE), st.sampled_from(["float32 on cpu", "bfloat16 on cpu"])), max_size=30
@@ -102,5 +103,5 @@ def test_only_the_last_bucket_of_a_kind_is_not_full(parameters):
 
 @pytest.mark.parametrize("bucket_mb", [0, -1, math.nan])
 def test_a_size_that_cannot_be_is_refused(bucket_mb):
-    with pytest.raises(ValueError, match=r"bucket_mb=.*above 0"):
+    with pytest.raises(InvalidArgument, match=r"bucket_mb=.*above 0"):
         bucket_layout([4], ["a"], bucket_mb)

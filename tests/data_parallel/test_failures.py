@@ -146,7 +146,7 @@ def test_what_cannot_be_reduced_is_refused(run, kind, message):
 
 
 def bad_arguments(group):
-    with pytest.raises(ValueError, match=r"bucket_mb=0.*above 0"):
+    with pytest.raises(echelon.InvalidArgument, match=r"bucket_mb=0.*above 0"):
         DDP(mlp(), group, bucket_mb=0)
     model = DDP(mlp(), group)
     with pytest.raises(echelon.InvalidRank, match="src=7"):

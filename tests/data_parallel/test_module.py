@@ -113,7 +113,7 @@ def as_the_module(group):
     model.train()
     with pytest.raises(AttributeError, match="'WithBuffer' object has no attribute 'absent'"):
         _ = model.absent
-    with pytest.raises(ValueError, match="assign=True"):
+    with pytest.raises(echelon.InvalidArgument, match=r"assign=True replaces .*: leave it out"):
         model.load_state_dict(other.state_dict(), assign=True)
     return {
         "state": same,

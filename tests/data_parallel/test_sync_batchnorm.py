@@ -143,8 +143,8 @@ def refused(group, shape):
     [
         (2, (4, 2), echelon.SizeMismatch, "expected \\(samples, 3, ...\\)"),
         (2, (3,), echelon.SizeMismatch, "SyncBatchNorm"),
-        (1, (1, 3), ValueError, "1 values per feature"),
-        (2, (0, 3), ValueError, "0 values per feature"),
+        (1, (1, 3), echelon.InvalidArgument, r"got 1 value per feature .* give larger batches, or call eval\(\)"),
+        (2, (0, 3), echelon.InvalidArgument, "got 0 values per feature"),
     ],
 )
 def test_bad_input_is_refused(world_size, shape, error, message):

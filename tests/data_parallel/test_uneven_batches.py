@@ -57,3 +57,13 @@ def test_a_process_that_has_closed_its_group_ran_fewer_steps(pool):
 def _closes(group):
     one_batch_less(group, False, "close")
     group.close()
+
+
+def recorded_groups(group):
+    backward(DDP(mlp(), group), group)
+    return {record.group for record in echelon.flight_recorder(group)}
+
+
+def test_records_name_the_users_group():
+    """They had the name of a group that the library makes for itself, world/gradients."""
+    assert echelon.simulate(recorded_groups, 2).results == [{"world"}] * 2

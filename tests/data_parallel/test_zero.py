@@ -210,7 +210,7 @@ def refused(group, kind):
         ("sparse", UnsupportedOp, "gradient of parameter 0 is sparse"),
         ("not elementwise", UnsupportedOp, "LBFGS does not update each element by itself"),
         ("gaps", UnsupportedOp, "parameter 0 of shape \\(4, 2\\) has gaps in memory"),
-        ("bucket", ValueError, "bucket_mb=0"),
+        ("bucket", echelon.InvalidArgument, "bucket_mb=0"),
         ("other model", ValueError, "parameter group"),
     ],
 )

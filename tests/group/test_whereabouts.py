@@ -255,7 +255,7 @@ def test_a_stopped_rank_is_named_with_what_was_heard_of_it_last():
     assert (zero, two) == (7, 7)
     assert re.search(rf"waited \d+\.\d s for rank 2, which is in receive from rank {ASKS}, tag {STAY}", message)
     assert "and for rank 0, which did not answer rank 1 within 2 s: computing without a pause, or stopped; " in message
-    assert "its last message was of all_reduce(sum) of float32[3], #2 by recursive_doubling" in message
+    assert "its last message was of all_reduce(sum) of float32[3], #2 of group 'world'" in message
 
 
 def receive_from_the_wrong_rank(group):

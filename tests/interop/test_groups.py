@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon import simulate
 from echelon.errors import CollectiveMismatch, LaunchError, PeerFailed, Timeout, UnsupportedOp
 from echelon.interop.process_group import EchelonProcessGroup, group_for
 from tests.helpers.torch_groups import begin
@@ -288,6 +289,39 @@ def fail_in_hook(rank):
 
 def test_a_hook_that_fails_raises_its_own_error_in_backward(in_world):
     in_world(N, fail_in_hook)
+
+
+def tensor_hook(gradient):
+    dist.all_reduce(torch.ones(3))
+
+
+def hooked_and_alone(kind):
+    def hook(state, bucket):
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    if kind == "comm hook":
+        model.register_comm_hook(None, hook)
+    if kind == "tensor hook":
+        next(model.module.parameters()).register_hook(tensor_hook)
+    if dist.get_rank():
+        dist.barrier()
+    else:
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("comm hook", "DDP's backward (all_reduce(sum) of float32[20], #"),
+        ("tensor hook", " on rank 1, but all_reduce(sum) of float32[3], #"),
+    ],
+)
+def test_a_comm_hook_is_a_part_of_ddps_backward_and_a_hook_of_a_tensor_is_not(kind, told):
+    with pytest.raises(CollectiveMismatch) as caught:
+        simulate(hooked_and_alone, 2, (kind,))
+    assert told in str(caught.value)
 
 
 def train_until_killed(rank, path):

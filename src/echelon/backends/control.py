@@ -101,7 +101,7 @@ class ControlPlane(ABC):
         return -1
 
     def last_heard(self, rank: int) -> str:  # noqa: ARG002
-        """Returns the note of the last collective message of a rank. Empty if there was none."""
+        """Returns the call of the last collective message of a rank, as text. Empty if there was none."""
         return ""
 
     def separation(self, ranks: Collection[int]) -> str:  # noqa: ARG002

@@ -45,7 +45,7 @@ class BucketSet:
 
         Raises:
             UnsupportedOp: a parameter has no memory of its own.
-            ValueError: `bucket_mb` is not above 0.
+            InvalidArgument: `bucket_mb` is not above 0.
         """
         for name, parameter in parameters:
             check_values(parameter, f"GradientReducer, parameter {name!r},")

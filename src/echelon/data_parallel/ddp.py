@@ -103,11 +103,14 @@ class ModuleProxy(torch.nn.Module):
             The missing and the unexpected names, as torch.nn.Module.load_state_dict does.
 
         Raises:
-            ValueError: assign=True, which would replace the parameters that have the hooks.
-            InvalidArgument: all names begin with "module.", as those of torch's wrapper.
+            InvalidArgument: assign=True, which would replace the parameters that have the hooks; or all names begin
+                with "module.", as those of torch's wrapper.
         """
         if assign:
-            raise ValueError("assign=True replaces the parameters: load into the module first, then wrap it")
+            raise InvalidArgument(
+                "assign=True replaces the parameters, whose gradients are reduced: leave it out, or load into the "
+                "module first and wrap it then"
+            )
         if state_dict and all(name.startswith("module.") for name in state_dict) and not hasattr(self.module, "module"):
             raise InvalidArgument(
                 "all names of the state_dict begin with 'module.', as torch's wrapper writes them: call "

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from echelon.errors import InvalidArgument
+
 MEBIBYTE = 1024 * 1024
 
 FIRST_BUCKET_MB = 1.0
@@ -85,10 +87,10 @@ def bucket_layout(
         tapers: whether buckets become smaller towards the end.
 
     Raises:
-        ValueError: a size is not above 0.
+        InvalidArgument: a size is not above 0.
     """
     if not (bucket_mb > 0 and first_bucket_mb > 0):
-        raise ValueError(
+        raise InvalidArgument(
             f"bucket_mb={bucket_mb}, first_bucket_mb={first_bucket_mb}: use a size in mebibytes above 0, such as 25"
         )
     limit = bucket_mb * MEBIBYTE

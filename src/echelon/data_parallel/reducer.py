@@ -164,7 +164,7 @@ class GradientReducer:
                 no hook.
 
         Raises:
-            ValueError: `bucket_mb` is not above 0.
+            InvalidArgument: `bucket_mb` is not above 0.
         """
         self._bucket_mb = bucket_mb
         self._average = average

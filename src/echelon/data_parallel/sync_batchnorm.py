@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 from echelon.arguments import refuse_others
 from echelon.backends.admission import check_values, stands_for_device
 from echelon.data_parallel.broadcast import check_module
-from echelon.errors import SizeMismatch
+from echelon.errors import InvalidArgument, SizeMismatch
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
+from echelon.wording import counted
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -103,7 +104,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         Raises:
             SizeMismatch: `input` has not `num_features` features in dim 1.
             UnsupportedOp: in training, `input` has no memory of its own.
-            ValueError: all ranks together have at most one value per feature.
+            InvalidArgument: all ranks together have at most one value per feature.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
         """
         if self.training:
@@ -121,8 +122,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         count, mean, variance = _statistics(input.detach(), self._group)
         if count <= 1:
-            raise ValueError(
-                f"SyncBatchNorm: {int(count)} values per feature over all ranks: normalising takes 2 or more"
+            raise InvalidArgument(
+                f"SyncBatchNorm got {counted(int(count), 'value')} per feature from all ranks together, and "
+                "normalising takes 2 or more: give larger batches, or call eval()"
             )
         if self.running_mean is not None:
             self._track(count, mean, variance)

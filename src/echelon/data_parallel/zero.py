@@ -77,7 +77,7 @@ def cut_state(whole: Mapping[str, Any], piece: Piece, parameter: Tensor) -> dict
     """Returns the state of one piece, in new tensors, cut from the state of its whole parameter.
 
     Raises:
-        ValueError: the state belongs to a parameter of another shape.
+        InvalidArgument: the state belongs to a parameter of another shape.
     """
     state: dict[str, Any] = {}
     for name, value in whole.items():
@@ -92,7 +92,7 @@ def cut_state(whole: Mapping[str, Any], piece: Piece, parameter: Tensor) -> dict
             moved = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value.detach())
             state[name] = in_memory_order(moved)[piece.start : piece.stop].clone()
         else:
-            raise ValueError(
+            raise InvalidArgument(
                 f"state {name!r} of parameter {piece.parameter} has shape {tuple(value.shape)}, the parameter "
                 f"{tuple(parameter.shape)}: load the state of the same model"
             )

@@ -97,7 +97,12 @@ class TcpControl(ControlPlane):
 
     def last_heard(self, rank: int) -> str:  # noqa: D102
         inbox = self._peers.inboxes.get(rank)
-        return "" if inbox is None else wire.readable(inbox.last_note)
+        if inbox is None or inbox.last is None:
+            return ""
+        # By this rank's record, which has the group and the user's call in words. Too old a call has left it.
+        tag, note = inbox.last.tag, wire.readable(inbox.last.note)
+        flight = self.recorder.find(tag.context, tag.sequence)
+        return note.partition(" by ")[0] if flight is None else flight.call_of_group
 
     def lines_left(self, rank: int, context: int) -> Mapping[int, str]:  # noqa: D102
         with self._progress.lock:

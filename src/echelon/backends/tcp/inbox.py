@@ -61,8 +61,8 @@ class Inbox:
     def __init__(self, rank: int, mailbox: Mailbox, max_unclaimed_bytes: int = MAX_UNCLAIMED_BYTES) -> None:
         """Takes the messages of `rank`."""
         self.rank = rank
-        self.last_note = ""
-        """The note of the peer's last collective message."""
+        self.last: Head | None = None
+        """Head of the peer's last collective message."""
         self.is_at_limit = False
         """Whether the next message must wait until others are claimed."""
         self.is_last = False
@@ -100,7 +100,7 @@ class Inbox:
     def take_small(self, head: Head, address: int) -> None:
         """Takes a message whose whole payload stands at `address`."""
         if head.is_signed:
-            self.last_note = head.note
+            self.last = head
         self._mailbox.take_bytes(self.rank, head.tag, head.shape, head.dtype, head.note, address)
 
     def open(self, head: Head, *, comes_whole: bool) -> IncomingMessage:
@@ -111,7 +111,7 @@ class Inbox:
             comes_whole: see `IncomingMessage`.
         """
         if head.is_signed:
-            self.last_note = head.note
+            self.last = head
         delivery = self._mailbox.arrive(self.rank, head.tag, head.shape, head.dtype, head.note, comes_whole)
         # `awaits`: a receive waits for a message behind this one, so this one may not stay where it is.
         if delivery.needs_buffer and (head.num_bytes <= _SMALL_BYTES or self._mailbox.awaits(self.rank)):

@@ -99,7 +99,7 @@ class TiedWeights:
             # Every rank of the pipeline has to make the group, members or not.
             shared = group.subgroup(ranks, f"{group.name}/tied-{number}") if len(ranks) > 1 else None
             if shared is not None:
-                shared.backend.flight_recorder.serve(shared.context, Purpose(TIED))
+                shared.backend.flight_recorder.serve(shared.context, Purpose(TIED, group.name))
             if group.rank in ranks:
                 parameter = _joined([(mine[place.stage], place.name) for place in tie if place.stage in mine])
                 self._held.append(_Held(parameter, shared))
