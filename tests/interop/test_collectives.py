@@ -216,6 +216,20 @@ def test_what_cannot_be_read_or_written_is_refused(in_world):
     assert in_world(N, refused) == [([], [[2.0, 2.0], [2.0, 2.0]])] * N
 
 
+def expanded(rank):
+    """Gives calls that only read it a tensor whose elements share memory. Gloo sends what stands behind the element."""
+    tensor, into = torch.full((1,), rank + 1.0).expand(3), torch.zeros(3)
+    dist.broadcast(tensor if rank == 0 else into, 0)
+    gathered = torch.zeros(3 * N)
+    all_gather_single(gathered, tensor)
+    return (tensor if rank == 0 else into).tolist(), gathered.tolist()
+
+
+def test_elements_that_share_memory_can_be_read(in_world):
+    """The root of a broadcast raised torch's RuntimeError, after it had sent."""
+    assert in_world(N, expanded) == [([1.0] * 3, [1.0] * 3 + [2.0] * 3)] * N
+
+
 def misfits(rank):
     """Gives every call a list that is not one tensor of the right size for each rank; returns the calls that took it.
 

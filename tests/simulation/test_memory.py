@@ -1,11 +1,12 @@
 """Each rank's tensors are counted while they live, wherever they were made."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, zeros
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 
 import echelon
 from echelon.pipeline import Pipeline
@@ -121,6 +122,30 @@ def test_a_dtensor_takes_its_local_part():
     for world_size in (2, 4):
         for peak in echelon.simulate(add_dtensors, world_size, memory=True).peak_memory:
             assert 2 * LAYER // world_size <= peak < 2 * LAYER // world_size + LAYER // 8
+
+
+def redistribute(before, after):
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.ones(256 if before.is_partial() else 64, 256)
+    whole = DTensor.from_local(local, mesh, [before], run_check=False)
+    return whole.redistribute(placements=[after]).to_local().sum().item()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "most", "total"),
+    [
+        # This rank's part, the gathered one, and torch's copy of it.
+        (Shard(0), Replicate(), 2.25, 256.0 * 256),
+        # This rank's summand, its part of the sum, and torch's copy of that.
+        (Partial(), Shard(0), 1.5, 4 * 256.0 * 64),
+    ],
+)
+def test_a_dtensor_is_redistributed_without_copies_of_the_library(before, after, most, total):
+    """It took 4.25 and 2.75: one tensor was packed as several are, and the simulation's own values counted."""
+    outcome = echelon.simulate(redistribute, 4, (before, after), memory=True)
+    assert outcome.results == [total] * 4
+    assert all(peak < (most + 1 / 8) * LAYER for peak in outcome.peak_memory)
 
 
 def resize():

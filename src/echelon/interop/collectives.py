@@ -233,6 +233,8 @@ def reduce_scatter_single_coalesced(
     """Reduces many tensors over all ranks. Each rank gets its part of each."""
     reduction = Reduction.of(runner, opts, inputs)
     _check_pairs(outputs, inputs, "reduce_scatter_coalesced")
+    if len(inputs) == 1:  # as DTensor calls it: without a copy into one tensor for all
+        return reduce_scatter_single(runner, outputs[0], inputs[0], opts)
     writable(outputs, "reduce_scatter_coalesced")
     values = [reduction.prepare(tensor) for tensor in inputs]
     call = partial(runner.group.reduce_scatter_coalesced, values, reduction.op)
@@ -245,11 +247,12 @@ def reduce_scatter_single_coalesced(
 def broadcast(runner: Runner, tensors: Tensors, opts: RootOptions | None = None) -> TorchWork:
     """Overwrites one tensor on every rank with the root's."""
     tensor, root = only(tensors, "broadcast"), _root(opts)
-    if runner.group.rank != root:
-        writable(tensors, "broadcast")
-    else:
-        count_change(tensors)  # the tensor stays, but the program then fails on this rank as on the others
     call = partial(runner.group.broadcast, flat(tensor), root)
+    if runner.group.rank == root:
+        count_change(tensors)  # the tensor stays, but the program then fails on this rank as on the others
+        # Not written back: elements of an expanded tensor share memory.
+        return runner.run(call, lambda _: list(tensors), opts)
+    writable(tensors, "broadcast")
     return runner.run(call, partial(deal, into=tensors, operation="broadcast"), opts)
 
 
@@ -320,6 +323,8 @@ def all_gather_single_coalesced(
 ) -> TorchWork:
     """Gathers many tensors of all ranks, each into one, on every rank."""
     _check_pairs(outputs, inputs, "all_gather_coalesced")
+    if len(inputs) == 1:  # as in reduce_scatter_single_coalesced
+        return all_gather_single(runner, outputs[0], inputs[0], opts)
     for output, tensor in zip(outputs, inputs, strict=True):
         _check_room(output, runner.group.world_size, tensor.numel())
     return _all_gather_many(runner, [[output] for output in outputs], inputs, opts)

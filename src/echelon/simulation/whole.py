@@ -100,9 +100,13 @@ class WholeExecutor(PlannedExecutor):
             finally:
                 self._mailbox.seats.pop(seat, None)
             try:
-                return meeting.take(seat, tensor, out, record)
+                # The values of all ranks stand in memory of the simulation. A view of them would count as this rank's.
+                with self._world.uncounted_memory(self._backend.rank):
+                    result = meeting.take(seat, tensor, out, record)
             finally:
                 meeting.stand_up()
+            self._world.count_memory(self._backend.rank, result)
+            return result
 
     def _sit_down(
         self,
@@ -172,12 +176,12 @@ class RankOrderExecutor(PlannedExecutor):
             # A rank that has its result has got a message from every other, by way of others maybe.
             with self._world.uncounted_memory(self._world_rank):
                 total = inputs.total(collective)
-            if collective.kind == "reduce_scatter":
-                begin = sum(map(len, tensor.tensor_split(len(self._key[1]))[: self._rank])) * math.prod(
-                    tensor.shape[1:]
-                )
-                total = total[begin : begin + result.numel()]
-            overwrite(result, total.view(result.shape))
+                if collective.kind == "reduce_scatter":
+                    begin = sum(map(len, tensor.tensor_split(len(self._key[1]))[: self._rank])) * math.prod(
+                        tensor.shape[1:]
+                    )
+                    total = total[begin : begin + result.numel()]
+                overwrite(result, total.view(result.shape))
             self._took(inputs, record)
             return result
 

@@ -214,6 +214,11 @@ class World:
         finally:
             meter.is_paused = before
 
+    def count_memory(self, rank: int, tensor: torch.Tensor | None) -> None:
+        """Counts a tensor that was made inside of `uncounted_memory`, if the simulation has `memory=True`."""
+        if self.memory_meters and tensor is not None:
+            self.memory_meters[rank].count(tensor)
+
     def hall(self, context: int, ranks: tuple[int, ...]) -> Hall:
         """Returns the meetings of a group's collectives."""
         # With the ranks, because disjoint groups may have one context.
