@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 import echelon
 from echelon import Mesh, ProcessGroup
 from echelon.checkpoint import Store
-from echelon.pipeline import Costs, Pipeline
+from echelon.pipeline import Pipeline
 from echelon.timeline.timeline import Timeline
 
 TOLERANCE = 1e-9
@@ -158,15 +157,8 @@ def share(windows: Windows, mesh: Mesh) -> Windows:
 
 
 def plan(pipe: Pipeline) -> Timeline:
-    """Simulates the schedule with the median times of each stage in the last step."""
-    times: dict[tuple[int, str], list[float]] = {}
-    for spans in pipe.timeline.spans:
-        for span in spans:
-            times.setdefault((span.step.stage, span.step.kind), []).append(span.duration)
-    forward, backward = (
-        [statistics.median(times[stage, kind]) for stage in range(pipe.num_stages)] for kind in ("F", "B")
-    )
-    return pipe.schedule.simulate(Costs(forward=forward, backward_input=backward, backward_weight=0.0))
+    """Simulates the schedule with the times and the memory of the last step, in seconds and bytes."""
+    return pipe.schedule.simulate(pipe.costs())
 
 
 def validate(pipe: Pipeline, group: ProcessGroup, windows: Windows, batch: int) -> float:

@@ -566,8 +566,8 @@ def test_what_a_simulation_finds_is_told_and_written(simulate, write, tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 0
     *told, summary = ended.err.splitlines()
     assert told == [
-        "echelon: rank 0: peak of 8 kB",
-        "echelon: rank 1: peak of 8 kB",
+        "echelon: rank 0: peak of 4 kB",
+        "echelon: rank 1: peak of 4 kB",
         "echelon: wrote a.png",
         "echelon: wrote a.json",
     ]
