@@ -71,7 +71,7 @@ def test_arguments_of_simulate(given):
     (name,) = given
     with pytest.raises(LaunchError) as caught:
         echelon.simulate(program, 2, **given)
-    assert str(caught.value).startswith(("hosts=[1]", "Slow(", f"{name}="))
+    assert str(caught.value).startswith(("hosts=[1]", "slow:0x2 ", f"{name}="))
 
 
 def test_no_function():
