@@ -35,6 +35,7 @@ _IDLE = {
 }
 """Functions of the standard library, with their files, in which a thread waits for work of other threads."""
 _FSDP2 = os.path.join("torch", "distributed", "fsdp", "_fully_shard", "_fsdp_param_group.py")
+_FSDP2_MODULE = _FSDP2.removesuffix(".py").replace(os.sep, ".")
 """File of torch whose methods communicate for the parameters of one module."""
 _OF_DDP = {
     os.path.join("torch", "autograd", "graph.py"): BACKWARD,
@@ -183,6 +184,18 @@ def sharded_module(frame: FrameType) -> str:
     from echelon._torch_private.distributed import module_of_parameters
 
     return module_of_parameters(frame.f_locals.get("self"))
+
+
+def sharded_call() -> str:
+    """Returns the module for which torch's FSDP2 has called this package. Empty if another caller has."""
+    if _FSDP2_MODULE not in sys.modules:
+        return ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (kind := kind_of(frame.f_code.co_filename)):
+        if kind == OF_FSDP2:
+            return sharded_module(frame)
+        frame = frame.f_back
+    return ""
 
 
 def line_of(place: Place | None) -> str:

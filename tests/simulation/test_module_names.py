@@ -30,6 +30,7 @@ def sharded():
 def forward_of_some():
     model, rank = sharded()
     x = torch.ones(2, 4)
+    model(x)  # modules have names from now on
     if rank == 0:
         model(x)
     else:
@@ -58,6 +59,23 @@ def other_order():
         layer(torch.ones(2, 4))
 
 
+class Skipping(Model):
+    """Layers of equal shapes in another order on rank 1: what is gathered would be of other layers."""
+
+    def forward(self, x):
+        for number in (0, 2, 1) if dist.get_rank() else (0, 1, 2):
+            x = self.layers[number](x)
+        return x
+
+
+def equal_layers():
+    dist.init_process_group("gloo")
+    model = Skipping()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)(torch.ones(2, 4))
+
+
 def other_shapes():
     dist.init_process_group("gloo")
     width = 4 + 4 * dist.get_rank()
@@ -77,6 +95,8 @@ FEWER = f"rank 1 ran fewer forwards or backwards than rank 0: {SAME_BATCHES}, an
         (backward_of_some, FEWER.replace(": ", ", ")),
         (fewer_steps, f"which has returned: {FEWER}"),
         (other_order, f"run the same layers forward and backward in the same order on every rank, and {SAME_BATCHES}"),
+        (equal_layers, "(FSDP of module layers.1) on rank 0, but all_gather of rows of float32[10], #2"),
+        (equal_layers, "(FSDP of module layers.2) on rank 1: run the same layers forward and backward"),
         (other_shapes, "(FSDP of Linear) on rank 0: make the module with the same shapes and dtypes on every rank"),
     ],
 )

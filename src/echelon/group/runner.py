@@ -340,10 +340,18 @@ class CollectiveRunner:
         """Adds a call without messages, which all ranks must make as well, to the signature."""
         # The next collective compares the signature, so a rank that left out the call is found then.
         with self._numbering:
-            # First: from now on the library runs no call before the next one of this runner.
-            self._numbers.num_marks += 1
-            self._numbers.signature = _signed(self._numbers.signature, zlib.crc32(note.encode()))
+            self._sign(note)
             self._marks += (note,)
+
+    def sign(self, note: str) -> None:
+        """Adds a fact of the next collective to the signature, which must be the same on all ranks."""
+        with self._numbering:
+            self._sign(note)
+
+    def _sign(self, note: str) -> None:
+        # First: from now on the library runs no call before the next one of this runner.
+        self._numbers.num_marks += 1
+        self._numbers.signature = _signed(self._numbers.signature, zlib.crc32(note.encode()))
 
     def check_seen(self) -> None:
         """Raises the error of the first failed asynchronous operation that nobody has waited for. Else does nothing."""

@@ -20,6 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # public, by i
 from echelon._torch_private.distributed import backend_config
 from echelon._torch_private.modules import never_compiled
 from echelon.backends.admission import check_values
+from echelon.call_site import sharded_call
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.interop.collectives import COLLECTIVES
@@ -223,6 +224,8 @@ def _call(name: str, function: Callable[..., dist.Work]) -> Callable[..., Any]:
             device = tensor.device if device is None else device
         if device is not None and device.type != "cpu":
             return getattr(group_for(self, device), name)(*arguments, **options)
+        if module := sharded_call():
+            self.group._runner.sign(module)
         work = function(self.runner, *arguments, **options)
         if self._coalesced is not None:
             self._coalesced.append(work)
