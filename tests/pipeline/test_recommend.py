@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from echelon.errors import ScheduleError
+from echelon.errors import InvalidArgument, ScheduleError
 from echelon.pipeline import Costs, schedules
 from echelon.pipeline.plan.action import loop, vee
 from echelon.pipeline.schedules.recommendation import cut, held_microbatches, recommend, table
@@ -35,6 +35,19 @@ def test_those_that_fit_come_first_and_then_the_fastest():
     assert str(options[-1]).endswith(
         "up to 8 microbatches (does not fit: rank 0 holds 8 microbatches, over the limit of 4)"
     )
+
+
+def test_schedules_of_whole_backwards_have_costs_of_their_own():
+    """A backward in two parts takes 3 here and a whole one 2, so a schedule with a smaller bubble is no faster."""
+    split, fused = Costs(1, [0, 2, 2, 2], [3, 1, 1, 1]), Costs(1, [0, 1, 1, 1], [2, 1, 1, 1])
+    spans = {option.schedule.name: option.timeline.span for option in recommend(split, 4, 32, fused=fused)}
+    of_fused = {option.schedule.name: option.timeline.span for option in recommend(fused, 4, 32)}
+    of_split = {option.schedule.name: option.timeline.span for option in recommend(split, 4, 32)}
+    assert {name for name in spans if spans[name] == of_fused[name]} >= {"1f1b", "gpipe", "interleaved-1f1b"}
+    assert {name for name in spans if spans[name] == of_split[name]} >= {"zb-h1", "zb-h2", "zb-v"}
+    assert spans["1f1b"] < spans["zb-h1"] < of_split["1f1b"]
+    with pytest.raises(InvalidArgument, match="Costs"):
+        recommend(split, 4, 8, fused=2)
 
 
 def test_memory_counts_what_is_there_throughout():

@@ -13,7 +13,7 @@ from typing import final
 
 from echelon.arguments import named
 from echelon.errors import InvalidArgument, ScheduleError
-from echelon.pipeline.plan.action import loop
+from echelon.pipeline.plan.action import actions_of, loop
 from echelon.pipeline.plan.cost import Amount, Costs, check_costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.registry import build, names
@@ -96,6 +96,7 @@ def recommend(
     capacity: Time | None = None,
     search: bool = False,
     own: Sequence[Schedule] = (),
+    fused: Costs | None = None,
 ) -> Options:
     """Compares all training schedules that exist for these sizes. Returns them as options, the best first.
 
@@ -115,15 +116,19 @@ def recommend(
         capacity: Most memory of a rank for activations and parameters together, in the same unit.
         search: Search for a schedule tailored to these costs as well. This may take long.
         own: Further schedules of these sizes to compare.
+        fused: Costs for schedules whose backwards are all fused (B), as `1f1b` measures them. B may take less time than
+            I and W. None: `costs`.
 
     Raises:
-        InvalidArgument: `costs` is no Costs, or a limit no number.
+        InvalidArgument: `costs` or `fused` is no Costs, or a limit no number.
         ScheduleError: sizes that no schedule has, or costs that are not for an equal number of stages per rank.
     """
-    check_costs(costs)
+    fused = costs if fused is None else fused
     # Costs for another number of stages fail here, before the search, which may take long.
     placement = build("1f1b", num_ranks, num_microbatches).placement
-    cut(costs, placement).per_stage(placement)
+    for given in (costs, fused):
+        check_costs(given)
+        cut(given, placement).per_stage(placement)
     for name, limit in (("memory_limit", memory_limit), ("capacity", capacity)):
         if limit is not None and not isinstance(limit, Real):
             raise InvalidArgument(f"{name} is {named(limit)}: give a number, or None for no limit")
@@ -135,7 +140,15 @@ def recommend(
     known = [*own, *_named(num_ranks, num_microbatches)]
     if search:
         known += [found for found in _searched(costs, num_ranks, num_microbatches, memory_limit) if found not in known]
-    return Options(sorted((_option(each, costs, memory_limit, throughout, capacity) for each in known), key=_rank))
+    measured = (fused if _is_fused(each) else costs for each in known)
+    options = (
+        _option(each, its, memory_limit, throughout, capacity) for each, its in zip(known, measured, strict=True)
+    )
+    return Options(sorted(options, key=_rank))
+
+
+def _is_fused(schedule: Schedule) -> bool:
+    return all(action.kind in "FB" for step in chain.from_iterable(schedule.orders) for action in actions_of(step))
 
 
 def search_chunks(costs: Costs, num_ranks: int, num_microbatches: int, memory_limit: Time | None = None) -> Options:
