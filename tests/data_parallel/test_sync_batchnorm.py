@@ -126,6 +126,32 @@ def train_with_ddp(group):
     return {name: parameter.grad for name, parameter in ddp.named_parameters()}
 
 
+UNEVEN = [(9, 1), (6, 4, 0), (2, 3, 5), (5, 5)]
+
+
+def train_by_samples(group, sizes):
+    ddp = DDP(SyncBatchNorm.convert(fill(Net().double()), group), group, average="samples")
+    mine = values(2).split(sizes)[group.rank]
+    (ddp(mine).square().sum() / max(len(mine), 1)).backward()
+    return {name: parameter.grad for name, parameter in ddp.named_parameters()}
+
+
+@pytest.mark.parametrize("sizes", UNEVEN, ids=str)
+def test_ranks_count_by_their_samples_before_and_after_the_layer(sizes):
+    model = fill(Net().double())
+    batch = values(2)
+    (model(batch).square().sum() / len(batch)).backward()
+    for gradients in echelon.simulate(train_by_samples, len(sizes), args=(sizes,)).results:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_torchs_own_layer_cannot_count_samples():
+    model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+    with pytest.raises(echelon.UnsupportedOp, match=r"'1' is torch's SyncBatchNorm, .* use echelon.SyncBatchNorm.conv"):
+        echelon.simulate(lambda group: DDP(model, group, average="samples"), 1)
+
+
 def test_a_converted_model_trains_under_ddp(pool):
     model = fill(Net().double())
     model(values(2)).square().sum().backward()

@@ -24,6 +24,7 @@ from echelon.data_parallel.gradient_sync import GradientSync, take_over
 from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.join import Next
 from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer
+from echelon.data_parallel.sync_batchnorm import SyncBatchNorm
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
@@ -206,6 +207,8 @@ class DistributedDataParallel(ModuleProxy):
         options += [f"hook={hook!r}"]
         self._group = group
         self._bucket_mb = float(bucket_mb)
+        if average == "samples":
+            _check_weighs_samples(module)
         _check_tensors(module)
         take_over(module.named_parameters())
         with group.backend.flight_recorder.within(WRAP):
@@ -380,6 +383,15 @@ def _check_trains(module: torch.nn.Module) -> None:
             f"no parameter of this {type(module).__name__} requires a gradient, so there is nothing to reduce: use the "
             "module as it is, or wrap it once one does"
         )
+
+
+def _check_weighs_samples(module: torch.nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm):
+            raise UnsupportedOp(
+                f"{name!r} is torch's SyncBatchNorm, which adds up gradients of other ranks before average='samples' "
+                "weighs them: use echelon.SyncBatchNorm.convert(model), or the default average"
+            )
 
 
 def _check_calls_no_collectives(module: torch.nn.Module) -> None:

@@ -33,6 +33,7 @@ from echelon.data_parallel.idle_optimizer import OF_DDP, IdleOptimizer
 from echelon.data_parallel.join import Joining, Next, first_active
 from echelon.data_parallel.missing_zero_grad import MissingZeroGrad
 from echelon.data_parallel.reducer import Average, GradientReducer, can_overlap
+from echelon.data_parallel.sync_batchnorm import Samples, SyncBatchNorm
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.purposes import FORWARD
@@ -130,6 +131,10 @@ class GradientSync:
         """Whether backward reduces gradients, and forward synchronises buffers: not under `no_sync`."""
         self.reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
         self.joining = Joining(self.reducer.group)
+        self._norms = [each for each in module.modules() if isinstance(each, SyncBatchNorm)]
+        self._weighs_samples = average == "samples" and not self.reducer.leaves_gradients
+        self.samples: Samples | None = None
+        """Samples of the forward that runs, for its SyncBatchNorms. None: all ranks count equally."""
         self.num_missed_updates = 0
         """Reductions of other ranks under `join` after which this rank has not stepped its optimizer."""
         self._buffers_are = buffers
@@ -201,6 +206,9 @@ class GradientSync:
         if watched is None or not (watched.is_current() or watched.is_replaced_for_a_call()):
             self.watch()
         self._is_compared = True
+        self.samples = Samples() if self._norms and self._weighs_samples else None
+        for each in self._norms:
+            each.samples = self.samples
         # Once per forward that ends well: the other ranks do not know that one failed and is retried, so a second
         # round of collectives would find no partner.
         if self.module.training and self.is_on and not self._is_prepared:
@@ -468,6 +476,8 @@ class _ForwardHook:
         inputs = list(_leaves_of([*args, *kwargs.values()]))
         tensors = [each for each in inputs if isinstance(each, Tensor)]
         num_samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
+        if sync.samples is not None:
+            sync.samples.number = num_samples
         watch = sync.reducer.equal_batches
         batch = 0 if watch.is_done or torch.compiler.is_compiling() else watch.number_of(inputs)
         passed = _Forward(sync, num_samples, batch)

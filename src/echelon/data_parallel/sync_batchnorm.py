@@ -7,6 +7,7 @@ collective, the backward one more.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,14 @@ from echelon.errors import InvalidArgument, SizeMismatch
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
 from echelon.wording import counted
+
+
+@dataclass
+class Samples:
+    """Number of this rank's samples in one forward, by which DDP weighs its gradients with `average="samples"`."""
+
+    number: int = 0
+    """0 until the forward has ended, and of an empty batch."""
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -57,6 +66,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         group = given_or_current(group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._group = group
+        self.samples: Samples | None = None
+        """Set by DDP before each forward. None: all ranks count equally."""
 
     @classmethod
     def convert(cls, module: nn.Module, group: ProcessGroup = CURRENT) -> nn.Module:
@@ -129,7 +140,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.running_mean is not None:
             self._track(count, mean, variance)
         output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, count, mean, torch.rsqrt(variance + self.eps), self._group
+            input, self.weight, self.bias, count, mean, torch.rsqrt(variance + self.eps), self._group, self.samples
         )
         return output
 
@@ -178,9 +189,10 @@ class _Normalise(Function):
         mean: Tensor,
         inverse_std: Tensor,
         group: ProcessGroup,
+        samples: Samples | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, inverse_std)
-        ctx.count, ctx.group, ctx.has_bias = count, group, bias is not None
+        ctx.count, ctx.group, ctx.samples, ctx.has_bias = count, group, samples, bias is not None
         scale = inverse_std if weight is None else inverse_std * weight
         shift = -mean * scale if bias is None else bias - mean * scale
         return (x * _along(scale, x) + _along(shift, x)).to(x.dtype)
@@ -195,14 +207,19 @@ class _Normalise(Function):
         for_bias, for_weight = wide.sum(dims), (wide * normal).sum(dims)
         # The input gradient needs both sums over all ranks, since mean and std depend on every rank's input. Gradients
         # of weight and bias stay local.
-        sums = ctx.group.all_reduce(torch.stack([for_bias, for_weight])) / ctx.count
+        sums = torch.stack([for_bias, for_weight])
+        if ctx.samples is None:
+            sums = ctx.group.all_reduce(sums) / ctx.count
+        else:
+            # DDP weighs this rank's gradients by its samples afterwards. Other ranks' losses have weights of their own.
+            sums = ctx.group.all_reduce(sums * ctx.samples.number) / (ctx.count * max(ctx.samples.number, 1))
         scale = inverse_std if weight is None else inverse_std * weight
         for_x = _along(scale, x) * (wide - _along(sums[0], x) - normal * _along(sums[1], x))
         return (
             for_x.to(x.dtype),
             None if weight is None else for_weight.to(weight.dtype),
             for_bias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None,
-            *[None] * 4,  # count, mean, inverse_std and group
+            *[None] * 5,  # count, mean, inverse_std, group and samples
         )
 
 
