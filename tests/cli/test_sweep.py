@@ -18,7 +18,7 @@ from echelon import LaunchError
 from echelon.cli import main as command
 from echelon.cli import sweep as sweep_module
 from echelon.cli.combinations import combinations
-from echelon.cli.sweep import Ended, Terminated, as_json, entry_of, show, sweep, time_left
+from echelon.cli.sweep import Ended, Entry, Terminated, as_json, entry_of, ranked, show, sweep, time_left
 from echelon.cli.sweep import run_all as run_processes
 
 
@@ -126,6 +126,16 @@ def test_the_best_is_first_and_failures_are_last(options, best):
         "rank 0 raised ValueError: 8 does not divide 12",
         "killed by signal 9",
     ]
+
+
+def test_what_fits_with_room_is_before_what_fits_narrowly():
+    def entry(batch, seconds, narrowly):
+        memory = {"fits": True, "fits_narrowly": narrowly}
+        return Entry((batch,), {"step_seconds": seconds, "mfu": 1 / seconds, "memory": memory})
+
+    entries = [entry("4", 1.0, True), entry("2", 2.0, False), entry("1", 3.0, False)]
+    for is_same_work in (True, False):
+        assert [each.name for each in ranked(entries, is_same_work)] == ["2", "1", "4"]
 
 
 def test_a_script_that_refuses_its_arguments_is_quoted():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import echelon
-from echelon.errors import UnsupportedOp
+from echelon.errors import InvalidArgument, UnsupportedOp
 from tests.helpers.torch_groups import mesh_of_one
 
 
@@ -119,3 +119,14 @@ def test_a_child_process_is_not_stopped_by_a_group_that_was_destroyed_before():
         assert (distribute_tensor(torch.ones(2), mesh, [Replicate()]) + 1).to_local().tolist() == [2.0, 2.0]
     del mesh
     assert echelon.simulate(cores_of_child, 1).results == [num_cores()]
+
+
+@pytest.mark.parametrize("backend", ["glooo", "cpu:glooo,cuda:nccl"])
+def test_a_backend_that_torch_does_not_know_is_refused(backend):
+    with pytest.raises(InvalidArgument, match=r"backend 'glooo' of torch\.distributed: did you mean gloo"):
+        echelon.simulate(lambda: dist.init_process_group(backend), 2)
+
+
+@pytest.mark.parametrize("backend", [None, "GLOO", "cpu:gloo,cuda:nccl", "mpi", "ucc", "echelon", "cpu:echelon"])
+def test_every_backend_of_torch_is_simulated(backend):
+    echelon.simulate(lambda: dist.init_process_group(backend), 2)

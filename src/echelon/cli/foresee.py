@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -203,8 +204,9 @@ def _foresee(options: ForeseeOptions, shown: Console, stdout: TextIO) -> int:
     assert seen is not None
     if printed.num_bytes:
         shown.say("lines after a rank, such as [0], are the script's own: their times and values are of fake tensors")
+    title = shlex.join([options.program, *(options.args or ())])
     written = write_files(
-        (options.html, lambda path: seen.to_html(path, options.tokens, options.program)),
+        (options.html, lambda path: seen.to_html(path, options.tokens, title)),
         (options.svg, seen.timeline.draw),
         (options.png, seen.timeline.draw),
         (options.chrome, seen.played.timeline(kernels=True).to_chrome),

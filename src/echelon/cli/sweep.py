@@ -175,18 +175,19 @@ def ending_by_sigterm() -> Iterator[None]:
 
 
 def ranked(entries: Sequence[Entry], is_same_work: bool) -> list[Entry]:
-    """Returns entries, the best first.
+    """Returns entries, the best first. Those that fit narrowly come after those that fit with room.
 
     Args:
         is_same_work: whether each step has the same number of tokens. Then the shortest step is the best. Otherwise it
             is the highest MFU, since a longer step may have a larger batch.
     """
 
-    def key(entry: Entry) -> tuple[bool, bool, float]:
+    def key(entry: Entry) -> tuple[bool, bool, bool, float]:
         figures = entry.figures
         if figures is None:
-            return True, True, 0.0
-        return False, not entry.fits, figures["step_seconds"] if is_same_work else -figures["mfu"]
+            return True, True, True, 0.0
+        time = figures["step_seconds"] if is_same_work else -figures["mfu"]
+        return False, not entry.fits, entry.fits_narrowly, time
 
     return sorted(entries, key=key)
 

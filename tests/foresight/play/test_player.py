@@ -210,6 +210,13 @@ def test_a_timeline_has_kernels_beside_communication():
     assert [span.duration for span in result.timeline(kernels=True).spans[0]] == [2, 1]
 
 
+def test_scores_that_attention_computes_again_do_not_count_for_mfu():
+    attention = {"kind": "attention", "shape": (1, 1, 1, 1, 1)}
+    step = Step().kernel(1, flops=200, name="_scaled_dot_product_flash_attention", **attention)
+    step.kernel(1, flops=500, name="_scaled_dot_product_flash_attention_backward", **attention)
+    assert played(step).model_flops == 4 * 600  # of 4 ranks: the backward of two products is four of them
+
+
 def test_flops_of_recomputation_do_not_count_for_mfu():
     step = Step(world_size=4).kernel(1, flops=1000).kernel(1, flops=1000, phase="recompute")
     assert played(step).mfu == pytest.approx(1000 / (played(step).seconds * 1000))

@@ -339,7 +339,8 @@ class Played:
         """Floating-point operations of all ranks, without recomputation."""
         per_role = {
             rank: sum(
-                entry.flops
+                # The backward of attention computes the scores again: one of its five products.
+                entry.flops * 4 / 5 if entry.kind == "attention" and "backward" in entry.name else entry.flops
                 for entry in role.program.trace.entries
                 if type(entry) is Kernel and entry.phase != "recompute"
             )

@@ -30,8 +30,9 @@ from echelon._torch_private.distributed import (
     shardings,
 )
 from echelon._torch_private.tensors import real_tensors
+from echelon.arguments import choices
 from echelon.call_site import Place, calling_place, source_of
-from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
+from echelon.errors import CollectiveMismatch, InvalidArgument, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.simulation.backend import StoreWait, VirtualBackend, VirtualLanes
 from echelon.simulation.process.calls import NEEDS_CUDA
@@ -165,6 +166,7 @@ class TorchDistributed:
             asked = str(call["backend"]).lower()
             if asked == "fake":  # torch's own group without communication
                 return original(*args, **kwargs)
+            _check_backend(asked)
             # Registers the backend. Late, since most simulations have no use for torch.distributed.
             from echelon.interop import torch_distributed as interop
 
@@ -339,6 +341,15 @@ class TorchDistributed:
         backend = self._here().backend
         assert isinstance(backend, VirtualBackend)
         return backend
+
+
+def _check_backend(asked: str) -> None:
+    """Raises InvalidArgument for a backend that torch does not know, such as "glooo" or "cpu:glooo"."""
+    known = {*dist.Backend.backend_list, "echelon"} - {"undefined"}
+    for part in asked.split(","):
+        name = part.rpartition(":")[2].strip()
+        if name not in known | {"undefined"}:
+            raise InvalidArgument(f"backend {name!r} of torch.distributed: {choices(name, sorted(known))}")
 
 
 def _check_world(group: ProcessGroup, rank: int, world_size: int) -> None:
