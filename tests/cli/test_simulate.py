@@ -489,14 +489,15 @@ def test_a_run_that_fails_has_no_picture_and_says_so(simulate, write, tmp_path):
     assert not list(tmp_path.glob("step.*"))
 
 
-def test_ctrl_c_shows_where_each_rank_is(simulate, write):
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_shows_where_each_rank_is(simulate, write, name, status):
     script = write(
         START
         + textwrap.dedent(
-            """
+            f"""
             import signal, threading
             if rank == 1:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident, signal.{name})
                 while True:
                     sum(range(1000))
             dist.barrier()
@@ -504,8 +505,8 @@ def test_ctrl_c_shows_where_each_rank_is(simulate, write):
         )
     )
     ended = simulate("-n", 2, script)
-    assert ended.status == 130
-    assert ended.err.splitlines()[0] == "echelon: ended by SIGINT"
+    assert ended.status == status
+    assert ended.err.splitlines()[0] == f"echelon: ended by {name}"
     assert "echelon: rank 1 runs, at script.py:1" in ended.err
     assert "echelon: rank 0 waits for rank 1 in barrier" in ended.err or "rank 0 has not begun" in ended.err
 

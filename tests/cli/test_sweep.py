@@ -18,7 +18,8 @@ from echelon import LaunchError
 from echelon.cli import main as command
 from echelon.cli import sweep as sweep_module
 from echelon.cli.combinations import combinations
-from echelon.cli.sweep import Ended, Entry, Terminated, as_json, entry_of, ranked, show, sweep, time_left
+from echelon.cli.signals import Terminated, ending_by_sigterm
+from echelon.cli.sweep import Ended, Entry, as_json, entry_of, ranked, show, sweep, time_left
 from echelon.cli.sweep import run_all as run_processes
 
 
@@ -242,7 +243,7 @@ def test_a_signal_that_does_not_interrupt_a_wait_is_handled_soon():
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # it interrupts this thread, and not the main one
 
     thread = threading.Thread(target=send)
-    with sweep_module.ending_by_sigterm():
+    with ending_by_sigterm():
         thread.start()
         with pytest.raises(Terminated):
             next(sweep_module._as_completed([Future()]))

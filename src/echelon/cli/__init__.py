@@ -13,8 +13,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
     Prints a user's mistake as one line on stderr. Status 2 for a bad argument or value, 130 after Ctrl-C, 141 if the
-    reader of the output has gone, such as `head`. 1 for other errors, such as a full disk. After SIGTERM `run` and
-    `foresee --sweep` return 143; the signal itself ends the others, which a shell reports as 143, too.
+    reader of the output has gone, such as `head`. 1 for other errors, such as a full disk. After SIGTERM `run`,
+    `simulate` and `foresee --sweep` return 143; the signal itself ends the others, which a shell reports as 143, too.
 
     Args:
         arguments: without the name of the program; None: `sys.argv`.

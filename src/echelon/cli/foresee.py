@@ -21,6 +21,7 @@ from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Json, Png, Svg, arguments_of, check_files, check_name, files_of, value
 from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_json, working, write, write_files
 from echelon.cli.run import above_progress, console, tell
+from echelon.cli.signals import ending_by_sigterm, signal_of
 from echelon.cli.spelling import as_typed
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.foresight.play.cluster import hosts_of
@@ -258,7 +259,7 @@ def _sweep(options: ForeseeOptions, text: str) -> int:
     # The first combination may take a minute.
     number = counted(len(each), "combination")
     write(shown, f"echelon: foreseeing {number} of arguments, {sweep.at_once(len(each))} at once")
-    with sweep.ending_by_sigterm():
+    with ending_by_sigterm():
         found, num_left, signal = sweep.sweep(
             *(options.words(), program, each),
             partial(sweep.run_all, shown=shown),
@@ -269,7 +270,7 @@ def _sweep(options: ForeseeOptions, text: str) -> int:
             try:
                 written = _write_best(options, program, found, shown)
             except KeyboardInterrupt as error:
-                signal = sweep.signal_of(error)
+                signal = signal_of(error)
     if options.json:
         print(sweep.as_json(found, written))
     else:

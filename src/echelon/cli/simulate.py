@@ -17,6 +17,7 @@ from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_files, check_name, files_of, value
 from echelon.cli.output import exact, only_json, rich_console, to_json, working, write_files
 from echelon.cli.run import above_progress, console, tell
+from echelon.cli.signals import ending_by_sigterm, signal_of
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.output import Console
 from echelon.launch.run import BY_ITSELF, Program
@@ -134,23 +135,25 @@ class SimulateOptions:
 def simulate(options: SimulateOptions) -> int:
     """Runs a script on simulated ranks in this process: any program of torch.distributed, or of Echelon.
 
-    One rank runs at a time, in an order that the seed decides, so a run repeats exactly. Time is virtual. Marks each
-    line of output with its rank. The exit status is 0, that of the first rank that failed, or 1 for a deadlock or ranks
-    that disagree. Options go before SCRIPT; words after it are passed to the script.
+    One rank runs at a time, in an order that the seed decides, so a run repeats exactly. Time is virtual. Marks
+    each line of output with its rank. The exit status is 0, that of the first rank that failed, or 1 for a deadlock
+    or ranks that disagree. Ctrl-C and SIGTERM end it, and print where the ranks were. Options go before SCRIPT;
+    words after it are passed to the script.
     """
     options.check()
     arguments, shown = options.arguments(), console(as_json=options.as_json)
     note_misplaced(shown, simulate, options.program, options.args or [])
     try:
-        with only_json(options.as_json) as stdout:
+        with ending_by_sigterm(), only_json(options.as_json) as stdout:
             if options.explore is not None:
                 return _explore(options, arguments, shown, stdout)
             return _run(options, arguments, shown, stdout)
     except KeyboardInterrupt as interrupt:
-        shown.say("ended by SIGINT")
+        ended_by = signal_of(interrupt)
+        shown.say(f"ended by {ended_by.name}")
         for line in "\n".join(getattr(interrupt, "__notes__", ())).splitlines():
             shown.say(shortened(line))
-        return 130
+        return 128 + ended_by
 
 
 def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console, stdout: TextIO) -> int:

@@ -13,15 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
 from rich.progress import track
 
 from echelon.cli.output import print_table, to_json
+from echelon.cli.signals import signal_of
 from echelon.foresight.report import seconds_text, size_text
 
 _MARK = "echelon: "
@@ -48,10 +48,6 @@ RunAll: TypeAlias = Callable[[Sequence[Sequence[str]]], Generator[tuple[int, End
 
 It yields each one's number and its outcome, as soon as it has ended.
 """
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a sweep as Ctrl-C does."""
 
 
 class Swept(NamedTuple):
@@ -152,30 +148,8 @@ def time_left(seconds: float, num_ended: int, num_all: int) -> str:
     return f"; about {left:.0f} s left" if left < 100 else f"; about {left / 60:.0f} min left"
 
 
-def signal_of(error: KeyboardInterrupt) -> signal.Signals:
-    """Returns the signal that has raised an error inside of `ending_by_sigterm`."""
-    return signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
-
-
-@contextmanager
-def ending_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises `Terminated` in the main thread. No effect in other threads, which get no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(_: int, __: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def ranked(entries: Sequence[Entry], is_same_work: bool) -> list[Entry]:
-    """Returns entries, the best first. Those that fit narrowly come after those that fit with room.
+    """Returns entries, the best first. A narrow fit comes after all that leave room.
 
     Args:
         is_same_work: whether each step has the same number of tokens. Then the shortest step is the best. Otherwise it
