@@ -146,6 +146,36 @@ def test_ranks_count_by_their_samples_before_and_after_the_layer(sizes):
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+def train_once_converted(group, sizes):
+    """A layer that is converted once DDP has the module, whose parameters stay the same."""
+    ddp = DDP(fill(Net().double()), group, average="samples")
+    SyncBatchNorm.convert(ddp.module, group)
+    mine = values(2).split(sizes)[group.rank]
+    (ddp(mine).square().sum() / max(len(mine), 1)).backward()
+    return {name: parameter.grad for name, parameter in ddp.named_parameters()}
+
+
+def train_without_ddp(group, sizes):
+    """The layer after DDP has gone: the program weighs losses, and adds up gradients."""
+    model = SyncBatchNorm.convert(fill(Net().double()), group)
+    mine = values(2).split(sizes)[group.rank]
+    ddp = DDP(model, group, average="samples")
+    (ddp(mine).square().sum() / max(len(mine), 1)).backward()
+    del ddp
+    model.zero_grad()
+    (model(mine).square().sum() / 10).backward()
+    return {name: group.all_reduce(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("main", [train_once_converted, train_without_ddp])
+def test_samples_count_in_a_layer_of_ddp_as_long_as_ddp_is_there(main):
+    model = fill(Net().double())
+    (model(values(2)).square().sum() / 10).backward()
+    for gradients in echelon.simulate(main, 2, args=((9, 1),)).results:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
 def test_torchs_own_layer_cannot_count_samples():
     model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
     with pytest.raises(echelon.UnsupportedOp, match=r"'1' is torch's SyncBatchNorm, .* use echelon.SyncBatchNorm.conv"):

@@ -131,10 +131,13 @@ class GradientSync:
         """Whether backward reduces gradients, and forward synchronises buffers: not under `no_sync`."""
         self.reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
         self.joining = Joining(self.reducer.group)
-        self._norms = [each for each in module.modules() if isinstance(each, SyncBatchNorm)]
         self._weighs_samples = average == "samples" and not self.reducer.leaves_gradients
         self.samples: Samples | None = None
         """Samples of the forward that runs, for its SyncBatchNorms. None: all ranks count equally."""
+        _count_samples(module, None)
+        if self._weighs_samples:
+            # Without this wrapper nobody weighs gradients by samples any more.
+            weakref.finalize(self, _stop_counting, weakref.ref(module)).atexit = False
         self.num_missed_updates = 0
         """Reductions of other ranks under `join` after which this rank has not stepped its optimizer."""
         self._buffers_are = buffers
@@ -206,9 +209,9 @@ class GradientSync:
         if watched is None or not (watched.is_current() or watched.is_replaced_for_a_call()):
             self.watch()
         self._is_compared = True
-        self.samples = Samples() if self._norms and self._weighs_samples else None
-        for each in self._norms:
-            each.samples = self.samples
+        if self._weighs_samples:
+            self.samples = Samples()
+            _count_samples(self.module, self.samples)
         # Once per forward that ends well: the other ranks do not know that one failed and is retried, so a second
         # round of collectives would find no partner.
         if self.module.training and self.is_on and not self._is_prepared:
@@ -452,6 +455,18 @@ def _hook_even_if_frozen(parameter: Tensor, hook: _OtherHook) -> RemovableHandle
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(before)
     return handle
+
+
+def _count_samples(module: nn.Module, samples: Samples | None) -> None:
+    """Lets the SyncBatchNorms of a module weigh ranks by these samples. None: all ranks count equally."""
+    for each in module.modules():
+        if isinstance(each, SyncBatchNorm):
+            each.samples = samples
+
+
+def _stop_counting(module: weakref.ref[nn.Module]) -> None:
+    if (found := module()) is not None:
+        _count_samples(found, None)
 
 
 class _ForwardHook:
