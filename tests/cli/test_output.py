@@ -54,6 +54,14 @@ def test_reports_follow_the_variable(monkeypatch, value, columns):
     assert columns_of_text() == columns
 
 
+@pytest.mark.parametrize("value", ["", "0", "-5", "wide"])
+def test_a_variable_that_is_no_width_changes_nothing(capsys, monkeypatch, value):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    expected = printed(capsys, "plan", "--compare", "-r", "2", "-m", "2")
+    monkeypatch.setenv("COLUMNS", value)
+    assert printed(capsys, "plan", "--compare", "-r", "2", "-m", "2") == expected
+
+
 def test_numbers_move_together_and_are_not_wrapped():
     rows = [("a", "bbbbbbbbbb", "cccccccccc"), ("1", "2", "3")]
     assert shown(23, True, rows, (0,)) == ["a bbbbbbbbbb cccccccccc", "1          2          3"]

@@ -46,8 +46,12 @@ def test_schedules_of_whole_backwards_have_costs_of_their_own():
     assert {name for name in spans if spans[name] == of_fused[name]} >= {"1f1b", "gpipe", "interleaved-1f1b"}
     assert {name for name in spans if spans[name] == of_split[name]} >= {"zb-h1", "zb-h2", "zb-v"}
     assert spans["1f1b"] < spans["zb-h1"] < of_split["1f1b"]
-    with pytest.raises(InvalidArgument, match="Costs"):
+    with pytest.raises(InvalidArgument, match=r"fused is 2 \(int\): give Costs"):
         recommend(split, 4, 8, fused=2)
+    with pytest.raises(ScheduleError, match="costs and fused have different units"):
+        recommend(split, 4, 8, fused=Costs(unit="s"))
+    with pytest.raises(ScheduleError, match="forward has 3 values for 4 stages"):
+        recommend(split, 4, 8, fused=Costs([1, 2, 3]))
 
 
 def test_memory_counts_what_is_there_throughout():

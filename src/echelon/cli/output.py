@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from echelon.launch.status_line import in_notebook
+from echelon.launch.status_line import columns_asked_for, in_notebook
 from echelon.long_work import lines_of_time
 from echelon.timeline.timeline import Time
 
@@ -27,8 +28,10 @@ def rich_console(stderr: bool = False) -> Console:
     """Returns rich's console of standard output or error. A notebook's cell gets plain text."""
     # The stream of now: a program that runs meanwhile may have others, one for each rank.
     stream = sys.stderr if stderr else sys.stdout
+    # With COLUMNS=0, which stands for an unknown width, rich would print nothing.
+    width = shutil.get_terminal_size().columns if os.environ.get("COLUMNS") and not columns_asked_for() else None
     # A kernel sets FORCE_COLOR, by which rich takes even a pipe for a terminal.
-    return Console(file=stream, highlight=False, force_terminal=False if in_notebook() else None)
+    return Console(file=stream, highlight=False, force_terminal=False if in_notebook() else None, width=width)
 
 
 def write(console: Console, text: Text | str = "", style: str = "") -> None:
@@ -39,7 +42,7 @@ def write(console: Console, text: Text | str = "", style: str = "") -> None:
 
 def has_width(console: Console) -> bool:
     """Whether lines of text keep to the width of the console: on a terminal, and where COLUMNS is set."""
-    return console.is_terminal or bool(os.environ.get("COLUMNS"))
+    return console.is_terminal or columns_asked_for() > 0
 
 
 def print_table(console: Console, rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> None:

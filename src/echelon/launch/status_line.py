@@ -29,10 +29,15 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and not in_notebook()
 
 
+def columns_asked_for() -> int:
+    """Returns COLUMNS. 0 if it is not set, or no number above 0."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() else 0
+
+
 def columns_of_text() -> int:
     """Returns the width of reports and lines of text: COLUMNS if it is set, at least 40. 80 otherwise."""
-    text = os.environ.get("COLUMNS", "")
-    return max(40, int(text)) if text.isdecimal() and int(text) else 80
+    return max(40, columns_asked_for()) if columns_asked_for() else 80
 
 
 def bar(text: str) -> str:

@@ -121,13 +121,18 @@ def recommend(
 
     Raises:
         InvalidArgument: `costs` or `fused` is no Costs, or a limit no number.
-        ScheduleError: sizes that no schedule has, or costs that are not for an equal number of stages per rank.
+        ScheduleError: sizes that no schedule has, costs that are not for an equal number of stages per rank, or costs
+            in different units.
     """
+    check_costs(costs)
+    if not isinstance(fused, Costs | None):
+        raise InvalidArgument(f"fused is {named(fused)}: give Costs(...) as 1f1b has measured them, or None for costs")
     fused = costs if fused is None else fused
+    if (fused.unit, fused.memory_unit) != (costs.unit, costs.memory_unit):
+        raise ScheduleError("costs and fused have different units: measure both, or give both in the same units")
     # Costs for another number of stages fail here, before the search, which may take long.
     placement = build("1f1b", num_ranks, num_microbatches).placement
     for given in (costs, fused):
-        check_costs(given)
         cut(given, placement).per_stage(placement)
     for name, limit in (("memory_limit", memory_limit), ("capacity", capacity)):
         if limit is not None and not isinstance(limit, Real):
