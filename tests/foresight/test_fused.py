@@ -103,6 +103,40 @@ def test_gradients_of_gradients_take_the_formula():
     assert {"_fused_rms_norm", "rsqrt"} <= set(names(penalized))
 
 
+def of(function, *shape, **options):
+    """A program that calls a function with a tensor of a GPU."""
+
+    def program():
+        function(torch.ones(*shape, device=programs.begin(), **options))
+
+    return program
+
+
+def test_an_input_with_gaps_is_copied_each_way():
+    def program(x):
+        nn.functional.rms_norm(x.transpose(0, 1), (8,)).sum().backward()
+
+    found = [each.name for each in kernels(of(program, 4, 2, 8, requires_grad=True))]
+    assert found.index("clone") < found.index(FUSED[0])
+    assert found.count("clone") == 3  # the input twice, and the gradient
+
+
+@pytest.mark.parametrize(("shape", "weight"), [((5,), None), ((4,), 5), ((2, 4, 4), None), ((), None)])
+def test_shapes_that_do_not_fit_are_refused_by_torch(shape, weight):
+    given = None if weight is None else torch.ones(weight)
+    with pytest.raises((RuntimeError, ValueError), match=r"normalized_shape|must have at least 3 dimensions"):
+        record(of(lambda x: nn.functional.rms_norm(x, shape, given), 2, 4), 1)
+
+
+def test_transforms_of_functions_take_the_formula():
+    def program(x):
+        torch.func.grad(lambda y: nn.functional.rms_norm(y, (4,)).sum())(x)
+
+    found = names(of(program, 3, 4))
+    assert "rsqrt" in found
+    assert not set(found) & set(FUSED)
+
+
 def sequence_parallel():
     device = programs.begin()
     mesh = init_device_mesh("cuda", (2,))

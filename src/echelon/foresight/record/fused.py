@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon._torch_private.tensors import below_autograd, by_formula, destroy_library
+from echelon._torch_private.tensors import below_autograd, by_formula, destroy_library, transform_stack
 from echelon.foresight.record.here import recording_here
 
 _KEY = "AutogradCPU"
@@ -36,10 +36,18 @@ def fused_as_on_gpu() -> Iterator[None]:
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Computes RMSNorm as torch does on a GPU: by the formula if weight and input differ in dtype."""
-    is_fused = (weight is None or weight.dtype == x.dtype) and x.is_floating_point() and not _is_channels_last(x)
-    compute: Any = _RMSNorm.apply if is_fused and recording_here() is not None else _RMS_NORM.decompose
-    result: Tensor = compute(x, shape, weight, eps)
+    given = (x, shape, weight, eps)
+    is_fused = recording_here() is not None and transform_stack() is None and _has_kernel(x, shape, weight)
+    result: Tensor = _RMSNorm.apply(*given) if is_fused else by_formula(_RMS_NORM, *given)  # type: ignore[no-untyped-call]
     return result
+
+
+def _has_kernel(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> bool:
+    # Shapes that do not fit have none, so that torch refuses them.
+    fits = 0 < len(shape) <= x.dim() and list(x.shape[-len(shape) :]) == list(shape)
+    if weight is not None:
+        fits = fits and weight.dtype == x.dtype and list(weight.shape) == list(shape)
+    return fits and x.is_floating_point() and not _is_channels_last(x)
 
 
 def _is_channels_last(x: Tensor) -> bool:
@@ -52,8 +60,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        rows = x.contiguous()  # a kernel of its own, which it is not below autograd
         with below_autograd():
-            results: tuple[Tensor, Tensor] = torch.ops.aten._fused_rms_norm(x.contiguous(), shape, weight, eps)
+            results: tuple[Tensor, Tensor] = torch.ops.aten._fused_rms_norm(rows, shape, weight, eps)
         context.save_for_backward(x, weight, results[1])
         context.shape, context.eps = shape, eps
         return results[0]
@@ -68,10 +77,9 @@ class _RMSNorm(torch.autograd.Function):
             found = iter(torch.autograd.grad(result, inputs, gradient, create_graph=True))
             of_x, of_weight = (next(found) if is_needed else None for is_needed in needed)
         else:
+            given = (gradient.contiguous(), x.contiguous(), context.shape, scale, weight, needed)
             with below_autograd():
-                of_x, of_weight = torch.ops.aten._fused_rms_norm_backward(
-                    gradient.contiguous(), x.contiguous(), context.shape, scale, weight, needed
-                )
+                of_x, of_weight = torch.ops.aten._fused_rms_norm_backward(*given)
         return of_x, None, of_weight, None
 
 
