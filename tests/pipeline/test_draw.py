@@ -152,7 +152,7 @@ def test_a_drawing_has_few_bytes_for_a_step(tmp_path):
     timeline = simulated("zb-v", 4, 8, transfer=0.1)
     timeline.draw(tmp_path / "plan.svg")
     text = (tmp_path / "plan.svg").read_text(encoding="utf-8")
-    assert len(text) / sum(map(len, timeline.steps)) < 600, "1036 as matplotlib writes it"
+    assert len(text) / sum(map(len, timeline.steps)) < 400, "1036 as matplotlib writes it"
 
 
 def test_shapes_of_one_style_become_one_path():
@@ -166,8 +166,22 @@ def test_shapes_of_one_style_become_one_path():
     transparent = other.replace("red", "red; opacity: 0.5")
     assert compact(transparent * 2).count("<path") == 2, "overlapping ones are darker"
     box = '<path d="M 1 2 \nL 5 2 \nL 5 4 \nL 1 4 \nL 0 0 \nz\nM 9 4 \nL 5 4 \nC 1 1 2 2 3 3 \nL 3 4"/>'
-    assert compact(box) == '<path d="M1 2H5V4H1L0 0zM9 4H5C1 1 2 2 3 3L3 4"/>'
+    assert compact(box) == '<path d="M1 2h4v2h-4L0 0zM9 4h-4C1 1 2 2 3 3L3 4"/>'
     assert compact(compact(box)) == compact(box)
+    assert compact('<path d="M 300.127 20 \nL 301.25 18.5"/>') == '<path d="M300.13 20l1.12-1.5"/>'
+
+
+def test_texts_of_one_kind_become_one_group():
+    """Each had a group of its own with the style and an id, which a document may have once."""
+    one, two = (
+        f'<g id="label">\n <text style="fill: {color}" x="1">{color} &lt;</text>\n</g>' for color in ("red", "blue")
+    )
+    peak = one.replace("label", "peak")
+    assert compact(f"{one}\n{two}\n{one}\n{peak}") == (
+        '<g id="label"><g style="fill: red"><text x="1">red &lt;</text><text x="1">red &lt;</text></g>'
+        '<g style="fill: blue"><text x="1">blue &lt;</text></g></g>\n'
+        '<g id="peak">\n<text style="fill: red" x="1">red &lt;</text>\n</g>'
+    )
 
 
 def test_warm_up_and_drain_have_one_entry_for_both_panels(tmp_path):

@@ -183,6 +183,8 @@ def _add(axes: Axes, collection: Collection) -> None:
 def _paint_boxes(axes: Axes, panel: Panel, boxes: Sequence[_Placed], edge: str | None) -> None:
     from matplotlib.collections import PolyCollection
 
+    # In an SVG, neighbours of one color are one path.
+    boxes = sorted(boxes, key=lambda placed: COLORS[placed[1].tone])
     corners = [_rectangle(box.start, box.end, *_edges(panel, top, box, row)) for top, box, row in boxes]
     fills = [COLORS[box.tone] for _, box, _ in boxes]
     collection = PolyCollection(
@@ -200,7 +202,8 @@ def _paint_boxes(axes: Axes, panel: Panel, boxes: Sequence[_Placed], edge: str |
 def _paint_marks(axes: Axes, panel: Panel, boxes: Iterable[_Placed]) -> None:
     """Paints lines at the top of the boxes of later chunks: one for the second chunk, two for the third, and so on."""
     corners, fills = [], []
-    for top, box, row in boxes:
+    # In an SVG, neighbours of one color are one path.
+    for top, box, row in sorted(boxes, key=lambda placed: text_color(COLORS[placed[1].tone])):
         upper, lower = _edges(panel, top, box, row)
         step = min(_MARK if panel.layout.num_chunks == 2 else _THIN_MARK, (lower - upper) / 10)
         # Halves have no room above their text, so their marks begin at the edge.
