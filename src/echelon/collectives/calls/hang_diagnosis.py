@@ -259,9 +259,8 @@ class HangDiagnosis:
             (self._backend.rank, failure.rank),
         )
         advice = cure_of({self._backend.rank: str(self._flight), failure.rank: ""}, have_ended=True) or _ADVICE
-        return CollectiveMismatch(
-            f"{self._mine()}, but rank {failure.rank}: {failure.reason}{parted}: {advice}", departed=failure.rank
-        )
+        has_left = f"rank {failure.rank} {failure.reason.removeprefix('it ')}"
+        return CollectiveMismatch(f"{self._mine()}, but {has_left}{parted}: {advice}", departed=failure.rank)
 
     def timeout(self, seconds: float = ANSWER_SECONDS) -> Timeout:
         """Queries all ranks and returns the error for a timeout: the waited time, the ranks behind, and the others.
