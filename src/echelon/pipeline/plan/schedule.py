@@ -128,6 +128,11 @@ class Schedule:
         """Raises ScheduleError for an action whose arguments are of other types, as in another order."""
         for rank, order in enumerate(self.orders):
             for action in (action for step in order for action in actions_of(step)):
+                if not isinstance(action, Action):
+                    raise ScheduleError(
+                        f"Overlapped holds {named(action)} on rank {rank}: give two actions, such as "
+                        "Overlapped(Action(0, 'F', 1), Action(0, 'B', 0))"
+                    )
                 if tuple(map(type, action)) != (int, str, int):
                     raise ScheduleError(
                         f"Action({', '.join(map(repr, action))}) on rank {rank}: the order is Action(stage, kind, "
