@@ -11,6 +11,8 @@ ranks.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import statistics
 import subprocess
@@ -18,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -187,11 +189,13 @@ def measured_here(name: str) -> None:
     """Prints the bytes that a simulation takes beyond one of two ranks. With the name "left": bytes left after many."""
     if name == "left":
         for _ in range(2):
-            before = memory("VmRSS")
+            gc.collect()
+            before, objects = heap(), len(gc.get_objects())
             for _ in range(SIMULATIONS // 2):
                 echelon.simulate(small_fsdp, 4)
                 echelon.simulate(small_ddp, 4)
-        print(memory("VmRSS") - before)  # of the second time
+        gc.collect()
+        print(heap() - before, len(gc.get_objects()) - objects)  # of the second time
         return
     program = globals()[name]
     echelon.simulate(program, 2)
@@ -206,21 +210,34 @@ def memory(field: str) -> int:
     return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) * 1024
 
 
-def memory_of(name: str) -> int:
+class Heap(ctypes.Structure):
+    """The answer of glibc's `mallinfo2`."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def heap() -> int:
+    """Returns the bytes that this process has allocated and not freed. Resident memory also has holes between them."""
+    ask = ctypes.CDLL("libc.so.6").mallinfo2
+    ask.restype = Heap
+    answer = ask()
+    return answer.uordblks + answer.hblkhd
+
+
+def memory_of(name: str) -> list[int]:
     command = [sys.executable, __file__, "--memory", name]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout)
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    return [int(number) for number in output.split()]
 
 
 def memories() -> None:
     print_head("memory | ranks | MiB | goal")
     for name, program in (("FSDP2", "fsdp_of_a_million"), ("DDP", "ddp_of_a_million")):
-        print_row(f"{name}, 1 M parameters, AdamW: peak", 64, f"{memory_of(program) / 2**20:,.0f}", "2,048")
-    print_row(
-        f"left by {SIMULATIONS} simulations of the small programs, after as many",
-        4,
-        f"{memory_of('left') / 2**20:.1f}",
-        "0",
-    )
+        print_row(f"{name}, 1 M parameters, AdamW: peak", 64, f"{memory_of(program)[0] / 2**20:,.0f}", "2,048")
+    num_bytes, num_objects = memory_of("left")
+    left = f"left by {SIMULATIONS} simulations of the small programs, after as many"
+    print_row(f"{left}: {num_objects} Python objects, and", 4, f"{num_bytes / 2**20:.2f}", "0")
 
 
 if __name__ == "__main__":
