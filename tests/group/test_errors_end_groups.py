@@ -214,3 +214,21 @@ def test_a_failure_that_is_raised_again_keeps_no_frames_of_earlier_calls(on_back
     """Each frame keeps the tensors of its call alive."""
     (early, late), _ = on_backend(call_again_and_again, 2, kind)
     assert late <= early
+
+
+def disagree_beside_other_calls(group):
+    """Calls on while an asynchronous collective fails, and returns the types of all errors."""
+    group.barrier()
+    work = group.all_gather(torch.ones(2, group.rank + 1), async_op=True)
+    kinds = []
+    for call in (lambda: group.all_reduce(torch.ones(1)), lambda: group.barrier(), work.wait):
+        try:
+            call()
+        except Exception as error:
+            kinds.append(type(error).__name__)
+    return kinds
+
+
+def test_calls_after_an_asynchronous_one_that_fails_tell_its_error(on_backend):
+    """Over shared memory the call after it said first that "its operation #2 was interrupted", and hid the cause."""
+    assert on_backend(disagree_beside_other_calls, 3) == [["CollectiveMismatch"] * 3] * 3

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -21,6 +22,8 @@ from echelon.errors import Closed, inherited_error
 
 CHECK_SECONDS = 0.02
 """Seconds between two looks for a reason to stop waiting, where a wait itself cannot tell."""
+CAUSE_SECONDS = 10.0
+"""Seconds that an operation waits for the error of an earlier one of its group, whose thread asks the other ranks."""
 
 
 def wait_checking(ends_within: Callable[[float], bool], check_liveness: Callable[[], None]) -> None:
@@ -32,6 +35,23 @@ def wait_checking(ends_within: Callable[[float], bool], check_liveness: Callable
     """
     while not ends_within(CHECK_SECONDS):
         check_liveness()
+
+
+def wait_for_news(seconds: float, now: Callable[[], float], check_liveness: Callable[[], None]) -> None:
+    """Blocks until `check_liveness` raises a failure that another thread or rank is about to tell, or time is up.
+
+    Args:
+        seconds: most time to wait.
+        now: returns the time, in seconds.
+        check_liveness: called every 20 ms; raises the failure once it is known.
+    """
+    until = now() + seconds
+
+    def is_over(seconds: float) -> bool:
+        time.sleep(seconds)
+        return now() >= until
+
+    wait_checking(is_over, check_liveness)
 
 
 class InOrder:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from echelon.backends.collective import Collective, CollectiveExecutor, Run, received_buffer, result_buffer
 from echelon.backends.formats.wire import Tag
-from echelon.backends.lanes import InOrder
+from echelon.backends.lanes import CAUSE_SECONDS, InOrder, wait_for_news
 from echelon.backends.memory import as_bytes, dtype_code, dtype_of, new_tensor
 from echelon.backends.operators import Operator, accumulation_dtype
 from echelon.backends.torch_distributed.agreement import Agreement
@@ -246,6 +246,7 @@ class EngineExecutor(CollectiveExecutor):
         try:
             self._engines.check(self._context)
             if self._interrupted is not None:
+                wait_for_news(CAUSE_SECONDS, self._engines.now, look)
                 raise PeerFailed(self._engines.rank, f"its operation #{self._interrupted} was interrupted")
             yield look
         except BaseException:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from echelon._torch_private.autograd import is_in_backward
 from echelon._torch_private.distributed import all_gather_into, make_process_group
 from echelon.backends.formats.wire import Tag
 from echelon.backends.host_copies import AcceleratorStreamScope, StreamScope
-from echelon.backends.lanes import wait_checking
+from echelon.backends.lanes import wait_checking, wait_for_news
 from echelon.backends.memory import as_bytes
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.engines import ENGINES, TIMED
@@ -333,15 +332,9 @@ class Engines:
     def cause_of(self, failure: EngineFailed, look: Look, context: int, ranks: Iterable[int]) -> EchelonError:
         """Returns the failure of one of `ranks` if that failed the engine, else an error with the engine's text."""
         _forget_operation(failure)
-        until = self.now() + _NEWS_SECONDS
-
-        def is_over(seconds: float) -> bool:
-            time.sleep(seconds)
-            return self.now() >= until
-
         # The engine may notice a broken connection before TCP or the kernel tells which process died.
         try:
-            wait_checking(is_over, look)
+            wait_for_news(_NEWS_SECONDS, self.now, look)
         except EchelonError as error:
             return error
         failures = (found for rank in ranks if (found := self._tcp.control.failure(rank, context)))

@@ -20,7 +20,7 @@ import torch
 from echelon._native import Act, Target
 from echelon.backends.collective import REDUCTIONS, Collective, CollectiveExecutor, Run
 from echelon.backends.formats import memory_layout
-from echelon.backends.lanes import InOrder
+from echelon.backends.lanes import CAUSE_SECONDS, InOrder, wait_for_news
 from echelon.backends.operators import OP_NUMBERS
 from echelon.backends.shared.collectives import moving, reducing
 from echelon.backends.shared.collectives.exchange import Repeated
@@ -113,6 +113,9 @@ class SharedMemoryExecutor(CollectiveExecutor):
         try:
             self._check_open(self._context)
             if self._interrupted is not None:
+                # The thread of that operation is about to tell all ranks its error, which is the first cause.
+                look = partial(self._host.check_liveness, call, self._context, None, None)
+                wait_for_news(CAUSE_SECONDS, self._host.now, look)
                 raise PeerFailed(self._ranks[self._rank], f"its operation #{self._interrupted} was interrupted")
             return act(self._shared or self._open(call), call, tensor, out)
         except BaseException:
