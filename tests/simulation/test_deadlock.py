@@ -185,6 +185,47 @@ def test_polling_lets_the_others_go_on(seed):
     assert echelon.simulate(poll_two, 2, seed=seed).results[0] == 1.0
 
 
+def poll_often(group):
+    """Rank 0 looks at each of its receives before it sends what the other rank waits for."""
+    for _ in range(150):
+        if group.rank == 0:
+            work = group.irecv(1)
+            work.is_completed()
+            group.send(torch.ones(1), 1)
+            work.wait()
+        else:
+            group.recv(0)
+            group.send(torch.ones(1), 0)
+    receives = [group.irecv(1 - group.rank, tag=number) for number in range(150)]
+    assert [work.is_completed() for work in receives] == [False] * 150
+    for number, work in enumerate(receives):
+        group.send(torch.ones(1), 1 - group.rank, tag=number)
+        work.wait()
+    return number
+
+
+def test_looks_at_works_between_other_acts_are_no_loop():
+    """The hundredth look of a rank at one instant blocked, which was a deadlock of ranks that have none."""
+    assert echelon.simulate(poll_often, 2).results == [149, 149]
+
+
+def poll_futures(group):
+    dist.init_process_group("gloo")
+    tensors = [torch.ones(1) for _ in range(3)]
+    futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]
+    while not futures[0].done():
+        pass
+    rest = torch.futures.collect_all(futures[1:])
+    while not rest.done():
+        pass
+    return [tensor.item() for tensor in tensors]
+
+
+def test_polling_a_future_lets_the_others_go_on():
+    """It looped for ever, without an error."""
+    assert echelon.simulate(poll_futures, 2, network="1GbE").results == [[2.0] * 3] * 2
+
+
 def poll_in_turn(group, tags):
     """Only the message with tag 2 is on its way: the other one is sent when this rank has seen that."""
     if group.rank:

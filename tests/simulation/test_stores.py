@@ -98,3 +98,93 @@ def test_a_queue_to_which_nobody_pushes_is_named():
 
     with pytest.raises(echelon.DeadlockError, match=r"queue_pop of 'queue', to which no rank has pushed"):
         echelon.simulate(program, 1)
+
+
+def _add_nothing(store, rank):
+    store.add("came", 1)
+    while store.add("came", 0) < 3:
+        pass
+
+
+def _get(store, rank):
+    store.add("came", 1)
+    while int(store.get("came")) < 3:
+        pass
+
+
+def _num_keys(store, rank):
+    keys = {0: "a", 1: "b", 2: "c"}
+    store.set(keys[rank], "")
+    while store.num_keys() < 3:
+        pass
+
+
+def _lock(store, rank):
+    while store.compare_set("lock", "", str(rank)) != str(rank).encode():
+        pass
+    store.add("came", 1)
+    store.delete_key("lock")
+
+
+def _deleted(store, rank):
+    if rank == 0:
+        store.set("busy", "")
+        dist.recv(torch.zeros(100_000), 1)  # the others have polled so often that they wait
+        store.delete_key("busy")
+    else:
+        store.wait(["busy"])
+        if rank == 1:
+            dist.send(torch.zeros(100_000), 0)
+        while store.check(["busy"]):
+            pass
+
+
+@pytest.mark.parametrize("network", [None, "1GbE"])
+@pytest.mark.parametrize("loop", [_add_nothing, _get, _num_keys, _lock, _deleted])
+def test_a_loop_that_polls_a_store_lets_the_others_run(loop, network):
+    """Only `check` of a missing key did. The others polled for ever, and no error ended it."""
+
+    def program():
+        dist.init_process_group("gloo")
+        loop(dist.TCPStore("localhost", 29600, 3, dist.get_rank() == 0), dist.get_rank())
+        return dist.get_rank()
+
+    assert echelon.simulate(program, 3, network=network).results == [0, 1, 2]
+
+
+def test_a_loop_that_polls_a_store_for_ever_is_a_deadlock():
+    """Ranks that poll by adding 0 must not take it for a change, and wake each other."""
+
+    def program():
+        dist.init_process_group("gloo")
+        store = dist.TCPStore("localhost", 29600, 2)
+        while store.add("never", 0) == 0:
+            pass
+
+    with pytest.raises(echelon.DeadlockError, match=r"in a loop over Store.add\('never', 0\)"):
+        echelon.simulate(program, 2)
+
+
+def test_looks_between_other_acts_are_no_loop():
+    """The hundredth look of a rank at one instant blocked, though the other rank waited for its next act."""
+
+    def program():
+        dist.init_process_group("gloo")
+        store = dist.TCPStore("localhost", 29600, 2)
+        for number in range(150):
+            if dist.get_rank() == 0:
+                store.check([f"from 1, {number}"])
+                store.set(f"from 0, {number}", "")
+                store.wait([f"from 1, {number}"])
+            else:
+                store.wait([f"from 0, {number}"])
+                store.set(f"from 1, {number}", "")
+        if dist.get_rank() == 0:
+            for number in range(150):
+                store.get("from 0, 0")
+                store.set(f"more {number}", "")
+        else:
+            store.wait(["more 149"])
+        return number
+
+    assert echelon.simulate(program, 2).results == [149, 149]

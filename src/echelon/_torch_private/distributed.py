@@ -173,25 +173,44 @@ def groups_made_by(
         module._new_process_group_helper, module._store_based_barrier = make, store_barrier
 
 
+def is_done(future: torch.futures.Future[Any]) -> bool:
+    """Whether a future is done. Never lets other simulated ranks go on."""
+    return _is_done(future)
+
+
+_NativeFuture: Any = torch._C.Future
+_is_done: Callable[[Any], bool] = _NativeFuture.done
+
+
 @contextmanager
-def futures_that_wait_by(wait_first: Callable[[torch.futures.Future[Any]], None]) -> Iterator[None]:
-    """Inside, `wait_first` is called with an unfinished future before Python code waits for it.
+def futures_that_wait_by(
+    wait_first: Callable[[torch.futures.Future[Any]], None], look_first: Callable[[torch.futures.Future[Any]], None]
+) -> Iterator[None]:
+    """Inside, Python code that asks an unfinished future calls `wait_first` or `look_first` before.
 
     C++ makes futures of a private class, such as those of DDP's buckets, on which a wait blocks in C++.
+
+    Args:
+        wait_first: called with the future by a wait for it.
+        look_first: likewise, by `done`.
     """
-    native: Any = torch._C.Future
-    original = native.wait
+    original = _NativeFuture.wait
 
     def wait(self: torch.futures.Future[Any]) -> Any:
-        if not self.done():
+        if not _is_done(self):
             wait_first(self)
         return original(self)
 
-    native.wait = wait
+    def done(self: torch.futures.Future[Any]) -> bool:
+        if not _is_done(self):
+            look_first(self)
+        return _is_done(self)
+
+    _NativeFuture.wait, _NativeFuture.done = wait, done
     try:
         yield
     finally:
-        native.wait = original
+        _NativeFuture.wait, _NativeFuture.done = original, _is_done
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
 from echelon._torch_private.autograd import at_end_of_backward, is_at_end_of_backward, is_in_backward
-from echelon._torch_private.distributed import fail_when_unwrapped
+from echelon._torch_private.distributed import fail_when_unwrapped, is_done
 from echelon._torch_private.modules import never_compiled
 from echelon.backends.work import Work
 from echelon.call_site import ddp_call
@@ -51,7 +51,7 @@ class Outcome(Future[T], Generic[T]):
     def wait(self) -> T:
         """Blocks until the future is done. Returns its value, or raises the error of the operation."""
         # Waiting for the job lets this thread run the lane's queue if it is the lane's thread.
-        if self._job is not None and not self.done():
+        if self._job is not None and not is_done(self):
             self._job.wait(FOREVER)
         return super().wait()
 
@@ -183,7 +183,7 @@ class Pending(EchelonWork):
             return True
         work, outcome = self._running
         # Not `is_completed`, which lets other simulated ranks go on: this also runs in a destructor.
-        if not (work.has_ended and outcome.done()):
+        if not (work.has_ended and is_done(outcome)):
             return False
         if work.exception() is None and sum(tensor.nbytes for tensor in work.result()) > _SMALL_BYTES:
             self._running = None

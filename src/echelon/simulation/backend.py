@@ -202,12 +202,12 @@ class Boundary:
         return done
 
     @never_compiled
-    def poll(self, work: Work[object]) -> bool:
-        """Runs all events of this instant, then returns whether `work` is completed."""
+    def poll(self, work: Work[object], polled: object = None) -> bool:
+        """Runs all events of this instant, then returns whether `work`, or `polled` if it is given, is completed."""
         if not self._scheduler.is_running_here() or self._is_inherited:
             return False
         task = self.enter()
-        done = self._scheduler.poll(work)
+        done = self._scheduler.poll(work, id(work) if polled is None else polled)
         self.leave(task)
         return done
 

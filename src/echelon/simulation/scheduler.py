@@ -18,6 +18,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,8 +71,9 @@ class Task:
     polls: bool = False
     """Whether it waits because it polled too often."""
     polled_at: float = -1.0
-    """Virtual time of its last poll. `num_polls` counts the polls at that time."""
-    num_polls: int = 0
+    """Virtual time of its last poll."""
+    num_polls: Counter[object] = field(default_factory=Counter)
+    """Polls in vain at that time since its last wait, by the polled thing."""
     thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
@@ -158,7 +160,7 @@ class Clock:
 
 
 _PATIENCE = 100
-"""Polls of a task at one instant before a poll becomes a wait."""
+"""Polls of one operation at one instant, by a task that does not wait meanwhile, before a poll becomes a wait."""
 _LOOK = 0.5
 """Seconds between two looks at the running task."""
 _PARTING = 2.0
@@ -307,6 +309,11 @@ class Scheduler:
         """
         task = self.running
         assert task is not None
+        task.num_polls.clear()
+        self._wait(task, work, deadline, insists)
+        return work.has_ended
+
+    def _wait(self, task: Task, work: Work[object], deadline: float, insists: bool) -> None:
         # With the turn, so that a completion after the deadline does not wake a later wait of the task.
         work.on_completion(partial(self.clock.wake, task, task.turn))
         task.awaits, task.deadline, task.insists = work, deadline, insists
@@ -316,31 +323,39 @@ class Scheduler:
             self._pass_on(task)
         finally:
             task.awaits = None
-        return work.has_ended
 
-    def poll(self, work: Work[object]) -> bool:
+    def poll(self, work: Work[object], polled: object) -> bool:
         """Runs all events of this instant, then returns whether `work` is completed.
 
-        From the 100th poll at one instant it blocks until an event happens: a loop that polls would otherwise stop the
-        clock for ever.
+        From the 100th poll in vain at one instant it blocks until an event happens: a loop that polls would otherwise
+        stop the clock for ever.
+
+        Args:
+            work: operation that other tasks or events complete.
+            polled: what the program polls. Only polls of one thing are counted together, and a wait ends the count: a
+                program that looks once at each of many operations is in no loop, and others may wait for its next act.
         """
         task = self.running
         assert task is not None
         clock = self.clock
         if task.polled_at != clock.now:
-            task.polled_at, task.num_polls = clock.now, 0
-        task.num_polls += 1
-        if task.num_polls < _PATIENCE:
+            task.polled_at = clock.now
+            task.num_polls.clear()
+        task.num_polls[polled] += 1
+        if task.num_polls[polled] < _PATIENCE:
             clock.add_turn(task, clock.now)
             self._pass_on(task)
-            return work.has_ended
-        # In `pollers`, too: a program may poll several Works in turn, so any action wakes it, not this Work only.
-        task.polls = True
-        clock.pollers.append(task)
-        try:
-            return self.wait(work, math.inf, False)
-        finally:
-            task.polls = False
+        else:
+            # In `pollers`, too: a program may poll several Works in turn, so any action wakes it, not this Work only.
+            task.polls = True
+            clock.pollers.append(task)
+            try:
+                self._wait(task, work, math.inf, insists=False)
+            finally:
+                task.polls = False
+        if work.has_ended:
+            task.num_polls.clear()
+        return work.has_ended
 
     def park(self) -> None:
         """Blocks the running task until its clock wakes it. An idle task counts for no deadlock."""

@@ -30,8 +30,12 @@ class Patience(Protocol):
         """
         ...
 
-    def let_others_run(self) -> None:
-        """Gives the other ranks a turn, so that a loop that polls ends."""
+    def let_others_run(self, polled: str) -> None:
+        """Gives the other ranks a turn, so that a loop that polls ends.
+
+        Args:
+            polled: The call of the loop, for errors.
+        """
         ...
 
     def changed(self) -> None:
@@ -76,6 +80,8 @@ class SimulatedStore(TorchStore):
         self._patience = patience
         self._opened_with = timeout
         self._attributes = attributes
+        self._seen: dict[tuple[object, ...], object] = {}
+        """Last result of each call that only reads, since the rank has added a key."""
 
     def __getattr__(self, name: str) -> object:
         """Returns an attribute of this kind of store."""
@@ -85,14 +91,30 @@ class SimulatedStore(TorchStore):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
     def set(self, key: str, value: str | bytes) -> None:  # noqa: D102
-        self._contents[key] = _bytes(value)
-        self._patience.changed()
+        if key not in self._contents:  # others may wait for it: a loop that adds keys is not one that polls
+            self._seen.clear()
+        before, self._contents[key] = self._contents.get(key), _bytes(value)
+        # Else two ranks that poll by add(key, 0) would wake each other for ever.
+        if before != self._contents[key]:
+            self._patience.changed()
+
+    def _poll(self, result: object, name: str, *arguments: object) -> None:
+        """Gives the other ranks a turn if a call has the result of the last time, as in a loop that polls."""
+        call = name, *arguments
+        if call in self._seen and self._seen[call] == result:
+            shown = (repr(each.rpartition("/")[2] if isinstance(each, str) else each) for each in arguments)
+            self._patience.let_others_run(f"a loop over Store.{name}({', '.join(shown)})")
+        self._seen[call] = result
 
     def get(self, key: str) -> bytes:  # noqa: D102
         self.wait([key])
+        self._poll(self._contents[key], "get", key)
+        self.wait([key])  # another rank may have deleted it
         return self._contents[key]
 
     def add(self, key: str, amount: int) -> int:  # noqa: D102
+        if amount == 0:  # torch's own barriers read a counter so
+            self._poll(self._contents.get(key), "add", key, 0)
         value = int(self._contents.get(key, b"0")) + amount
         self.set(key, str(value))
         return value
@@ -101,11 +123,11 @@ class SimulatedStore(TorchStore):
         self.set(key, self._contents.get(key, b"") + _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:  # noqa: D102
-        if not self._has(keys):
-            self._patience.let_others_run()
+        self._poll(self._has(keys), "check", *keys)
         return self._has(keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # noqa: D102
+        self._poll(self._contents.get(key), "compare_set", key, expected, desired)
         if key in self._contents and self._contents[key] != _bytes(expected):
             return self._contents[key]
         # As torch's TCPStore: a key that nobody has set is set if nothing is expected of it.
@@ -122,9 +144,14 @@ class SimulatedStore(TorchStore):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:  # noqa: D102
-        return self._contents.pop(key, None) is not None
+        self._poll(key in self._contents, "delete_key", key)
+        if self._contents.pop(key, None) is None:
+            return False
+        self._patience.changed()
+        return True
 
     def num_keys(self) -> int:  # noqa: D102
+        self._poll(len(self._contents), "num_keys")
         return len(self._contents)
 
     def has_extended_api(self) -> bool:  # noqa: D102
@@ -166,7 +193,7 @@ class SimulatedStore(TorchStore):
         """
         if not self._queues.get(key):
             if not block:
-                self._patience.let_others_run()
+                self._poll(None, "queue_pop", key)
             else:
                 what = f"Store.queue_pop of {key!r}, to which no rank has pushed"
                 self._until(lambda: bool(self._queues.get(key)), what, [key])
@@ -175,12 +202,14 @@ class SimulatedStore(TorchStore):
         return self._queues[key].popleft()
 
     def queue_len(self, key: str) -> int:  # noqa: D102
+        self._poll(len(self._queues.get(key, ())), "queue_len", key)
         return len(self._queues.get(key, ()))
 
     def clone(self) -> SimulatedStore:  # noqa: D102
         return SimulatedStore(self._contents, self._queues, self._patience, self._opened_with, **self._attributes)
 
     def list_keys(self) -> list[str]:  # noqa: D102
+        self._poll(list(self._contents), "list_keys")
         return [key for key in self._contents if key != WORKERS]
 
     # Names under which torch's C++ calls these three.

@@ -134,7 +134,7 @@ class TorchDistributed:
             with (
                 groups_of_each_thread(),
                 groups_made_by(self._with_simulated_backend, self._store_barrier),
-                futures_that_wait_by(self._wait_for),
+                futures_that_wait_by(self._wait_for, self._look_at),
                 pools_in_lanes(self._lanes_here),
                 one_session_at_a_time(self._rank_here),
                 clipping_explained(),
@@ -308,6 +308,12 @@ class TorchDistributed:
             future.add_done_callback(lambda _: work.complete())
             work.wait(FOREVER)
 
+    def _look_at(self, future: torch.futures.Future[Any]) -> None:
+        """Gives the other ranks a turn, so that a loop that polls a future ends."""
+        if self._world.scheduler.is_running_here():
+            work = self._work("a loop over Future.done()")
+            work.boundary.poll(work, id(future))
+
     def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:  # noqa: D102
         clock = self._world.clock
         # For the whole wait: other keys may change meanwhile, each of which ends a Work.
@@ -318,8 +324,9 @@ class TorchDistributed:
             with real_tensors():  # a wait is refused where tensors have no values
                 work.wait(None if end is None else max(0.0, end - clock.now))
 
-    def let_others_run(self) -> None:  # noqa: D102
-        self._work("poll of a store").is_completed()
+    def let_others_run(self, polled: str) -> None:  # noqa: D102
+        work = self._work(polled)
+        work.boundary.poll(work, polled)
 
     def changed(self) -> None:  # noqa: D102
         waiting, self._waiting = self._waiting, []
