@@ -127,6 +127,17 @@ def test_a_backend_that_torch_does_not_know_is_refused(backend):
         echelon.simulate(lambda: dist.init_process_group(backend), 2)
 
 
+def test_a_group_of_no_ranks_is_refused():
+    """The error told of init_process_group, "for rank None of 0"."""
+
+    def program():
+        dist.init_process_group()
+        dist.new_group([])
+
+    with pytest.raises(InvalidArgument, match=r"new_group\(\[\]\): name the ranks of the group"):
+        echelon.simulate(program, 2)
+
+
 @pytest.mark.parametrize("backend", [None, "GLOO", "cpu:gloo,cuda:nccl", "mpi", "ucc", "echelon", "cpu:echelon"])
 def test_every_backend_of_torch_is_simulated(backend):
     echelon.simulate(lambda: dist.init_process_group(backend), 2)

@@ -1,11 +1,13 @@
 """Stores of torch.distributed on simulated ranks: waits in virtual time, and keys of the program alone."""
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, TCPStore
 
 import echelon
 from echelon.errors import Timeout
@@ -188,3 +190,38 @@ def test_looks_between_other_acts_are_no_loop():
         return number
 
     assert echelon.simulate(program, 2).results == [149, 149]
+
+
+def test_a_store_of_a_name_that_was_imported_before_is_simulated():
+    """It was torch's own, and blocked the turn of its rank for ever."""
+
+    def program():
+        rank = int(os.environ["RANK"])
+        store = TCPStore("localhost", 29600, 2, rank == 0)
+        store.set(f"of {rank}", "1")
+        path = FileStore("file of keys", 2)
+        path.add("ranks", 1)
+        return store.get(f"of {1 - rank}"), isinstance(store, TCPStore), isinstance(path, dist.FileStore)
+
+    assert echelon.simulate(program, 2).results == [(b"1", True, True)] * 2
+    own = TCPStore("127.0.0.1", 0, is_master=True)
+    own.set("key", "1")
+    assert own.get("key") == b"1"
+
+
+def test_the_class_of_a_store_stays_a_class():
+    """It was a function: `isinstance` and annotations raised a TypeError that processes do not have."""
+
+    def program():
+        def key_of(store: dist.TCPStore | None) -> bytes:
+            return store.get("key")
+
+        store = dist.TCPStore("localhost", 29600)
+        store.set("key", "1")
+        with pytest.raises(TypeError, match="incompatible constructor arguments"):
+            dist.TCPStore("localhost", 29600, no_such=1)
+        with pytest.raises(echelon.errors.UnsupportedOp, match="Mine, which derives from TCPStore"):
+            type("Mine", (dist.TCPStore,), {})("localhost", 29600)
+        return key_of(store.clone()), isinstance(store.clone(), dist.TCPStore)
+
+    assert echelon.simulate(program, 1).results == [(b"1", True)]

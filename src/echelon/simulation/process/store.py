@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol, TypeAlias, cast
+from functools import partial
+from typing import Any, Protocol, TypeAlias, cast
 
 from torch.distributed import DistStoreError, QueueEmptyError
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined] # public, by its docs
 
-from echelon.errors import Timeout
+from echelon.errors import Timeout, UnsupportedOp
 
 
 class Patience(Protocol):
@@ -59,6 +62,7 @@ class SimulatedStore(TorchStore):
 
     def __init__(
         self,
+        kind: type[TorchStore],
         contents: Contents,
         queues: Queues,
         patience: Patience,
@@ -68,6 +72,7 @@ class SimulatedStore(TorchStore):
         """Makes a rank's store.
 
         Args:
+            kind: class that the program has called. `isinstance` finds the store to be one.
             contents, queues: shared by the ranks.
             patience: its waits.
             timeout: with which it is opened. It does not end a wait: an error that explains the wait does so at once.
@@ -75,6 +80,7 @@ class SimulatedStore(TorchStore):
         """
         super().__init__()
         super().set_timeout(timeout)
+        self._kind = kind
         self._contents = contents
         self._queues = queues
         self._patience = patience
@@ -82,6 +88,14 @@ class SimulatedStore(TorchStore):
         self._attributes = attributes
         self._seen: dict[tuple[object, ...], object] = {}
         """Last result of each call that only reads, since the rank has added a key."""
+
+    @property  # type: ignore[override] # a class beside this one
+    def __class__(self) -> type[TorchStore]:
+        """Class that the program has called."""
+        return self._kind
+
+    @__class__.setter
+    def __class__(self, _: type[TorchStore]) -> None: ...
 
     def __getattr__(self, name: str) -> object:
         """Returns an attribute of this kind of store."""
@@ -206,7 +220,9 @@ class SimulatedStore(TorchStore):
         return len(self._queues.get(key, ()))
 
     def clone(self) -> SimulatedStore:  # noqa: D102
-        return SimulatedStore(self._contents, self._queues, self._patience, self._opened_with, **self._attributes)
+        return SimulatedStore(
+            self._kind, self._contents, self._queues, self._patience, self._opened_with, **self._attributes
+        )
 
     def list_keys(self) -> list[str]:  # noqa: D102
         self._poll(list(self._contents), "list_keys")
@@ -223,3 +239,48 @@ class SimulatedStore(TorchStore):
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+@contextmanager
+def stores_opened_by(
+    openers: Mapping[type[TorchStore], Callable[..., TorchStore]], is_rank: Callable[[], bool]
+) -> Iterator[None]:
+    """Inside, a simulated rank that calls a class of stores gets the store of its opener.
+
+    The class itself is changed: a program may have imported it by its name before.
+
+    Args:
+        openers: By class. Their parameters are those of the class.
+        is_rank: Whether the calling thread is a rank. Others get torch's own stores.
+    """
+    for kind, opener in openers.items():
+        _set_new(kind, partial(_open, kind.__new__, kind, opener, is_rank))
+    try:
+        yield
+    finally:
+        for kind in openers:
+            del kind.__new__
+
+
+def _set_new(kind: Any, make: Callable[..., TorchStore]) -> None:
+    kind.__new__ = staticmethod(make)
+
+
+def _open(
+    original: Callable[[type[TorchStore]], TorchStore],
+    kind: type[TorchStore],
+    opener: Callable[..., TorchStore],
+    is_rank: Callable[[], bool],
+    cls: type[TorchStore],
+    *args: object,
+    **kwargs: object,
+) -> TorchStore:
+    if not is_rank():
+        return original(cls)
+    if cls is not kind:
+        raise UnsupportedOp(f"{cls.__name__}, which derives from {kind.__name__}: simulated ranks use the class itself")
+    try:
+        inspect.signature(opener).bind(*args, **kwargs)
+    except TypeError:
+        return original(cls)  # torch's own `__init__`, which Python calls next, refuses the arguments
+    return opener(*args, **kwargs)

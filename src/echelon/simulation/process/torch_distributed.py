@@ -7,7 +7,6 @@ torch (`echelon.interop`), over the simulated group of the calling rank. Each ra
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import constants, distributed_c10d
+from torch.distributed import FileStore, Store, TCPStore, constants, distributed_c10d  # type: ignore[attr-defined] # public
 
 from echelon._torch_private.distributed import (
     GROUP_GLOBALS,
@@ -41,13 +40,19 @@ from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.pools import pools_in_lanes
 from echelon.simulation.process.profiler import one_session_at_a_time
 from echelon.simulation.process.sharding import SharedShardings
-from echelon.simulation.process.store import DEFAULT_TIMEOUT, FOREVER, WORKERS, Contents, Queues, SimulatedStore
+from echelon.simulation.process.store import (
+    DEFAULT_TIMEOUT,
+    FOREVER,
+    WORKERS,
+    Contents,
+    Queues,
+    SimulatedStore,
+    stores_opened_by,
+)
 from echelon.wording import listed
 
 if TYPE_CHECKING:
     from echelon.simulation.world import World
-
-_RENDEZVOUS = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
 
 _NCCL_TIMEOUT = timedelta(minutes=10)
 """torch's default for NCCL."""
@@ -135,14 +140,13 @@ class TorchDistributed:
                 groups_of_each_thread(),
                 groups_made_by(self._with_simulated_backend, self._store_barrier),
                 futures_that_wait_by(self._wait_for, self._look_at),
+                stores_opened_by(
+                    {TCPStore: self._tcp_store, FileStore: self._file_store}, self._world.scheduler.is_running_here
+                ),
                 pools_in_lanes(self._lanes_here),
                 one_session_at_a_time(self._rank_here),
                 clipping_explained(),
             ):
-                for module in (dist, distributed_c10d, _RENDEZVOUS):
-                    for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
-                        if hasattr(module, name):
-                            replace(module, name, opener)
                 if constants.default_pg_nccl_timeout is None:  # without NCCL torch warns that it has none
                     replace(distributed_c10d, "default_pg_nccl_timeout", _NCCL_TIMEOUT)
                 yield
@@ -175,6 +179,8 @@ class TorchDistributed:
             group, ranks = self._here(), call["global_ranks_in_group"]
             if ranks:
                 self._check_division(tuple(ranks), call["group_name"])
+            elif dist.is_initialized():
+                raise InvalidArgument("new_group([]): name the ranks of the group, or leave them out for all")
             else:
                 if call["group_size"] == -1:  # MPI's ranks are known to MPI alone
                     call["group_size"], call["group_rank"] = group.world_size, group.rank
@@ -257,8 +263,9 @@ class TorchDistributed:
         is_master: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
         wait_for_workers: bool = True,
-        *_: object,
-        **__: object,
+        multi_tenant: bool = False,  # noqa: ARG002
+        master_listen_fd: int | None = None,  # noqa: ARG002
+        use_libuv: bool = True,  # noqa: ARG002
     ) -> SimulatedStore:
         # By the port alone: ranks may use different names for the host.
         rank, port = self._here().rank, int(port) or self._free_port()
@@ -270,7 +277,7 @@ class TorchDistributed:
         if is_master:
             self._num_served[port] = number
         opened = port, number
-        store = self._store(opened, timeout, host=host_name, port=port, libuvBackend=True)
+        store = self._store(TCPStore, opened, timeout, host=host_name, port=port, libuvBackend=True)
         if world_size is not None and waits and self._backend is None:
             store.add(WORKERS, 1)
             what = f"TCPStore({host_name!r}, {port}), which {world_size} ranks must open"
@@ -282,12 +289,14 @@ class TorchDistributed:
         return _FIRST_PORT + self._num_chosen_ports
 
     def _file_store(self, file_name: str, world_size: int = -1) -> SimulatedStore:  # noqa: ARG002
-        store = self._store(("file", str(file_name)), path=str(file_name))
+        store = self._store(FileStore, ("file", str(file_name)), path=str(file_name))
         store.add(WORKERS, 1)
         return store
 
-    def _store(self, key: object, timeout: timedelta = DEFAULT_TIMEOUT, **attributes: object) -> SimulatedStore:
-        store = SimulatedStore(self._contents[key], self._queues[key], self, timeout, **attributes)
+    def _store(
+        self, kind: type[Store], key: object, timeout: timedelta = DEFAULT_TIMEOUT, **attributes: object
+    ) -> SimulatedStore:
+        store = SimulatedStore(kind, self._contents[key], self._queues[key], self, timeout, **attributes)
         self._stores.append(store)
         return store
 
@@ -311,8 +320,7 @@ class TorchDistributed:
     def _look_at(self, future: torch.futures.Future[Any]) -> None:
         """Gives the other ranks a turn, so that a loop that polls a future ends."""
         if self._world.scheduler.is_running_here():
-            work = self._work("a loop over Future.done()")
-            work.boundary.poll(work, id(future))
+            self._poll("a loop over Future.done()", id(future))
 
     def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:  # noqa: D102
         clock = self._world.clock
@@ -325,8 +333,10 @@ class TorchDistributed:
                 work.wait(None if end is None else max(0.0, end - clock.now))
 
     def let_others_run(self, polled: str) -> None:  # noqa: D102
-        work = self._work(polled)
-        work.boundary.poll(work, polled)
+        self._poll(polled, polled)
+
+    def _poll(self, what: str, polled: object) -> None:
+        self._backend_here().boundary.poll(self._work(what), polled)  # type: ignore[arg-type]
 
     def changed(self) -> None:  # noqa: D102
         waiting, self._waiting = self._waiting, []
