@@ -137,7 +137,7 @@ def look_at_the_time_for_ever(group):
 
 
 def test_looking_at_the_time_while_it_stands_still_is_a_deadlock(monkeypatch):
-    monkeypatch.setattr("echelon.simulation.backend._LOOKS", 1000)
+    monkeypatch.setattr("echelon.simulation.boundary._LOOKS", 1000)
     with pytest.raises(echelon.DeadlockError, match=r"rank 0 has read the clock 1,000 times in a row at 0 s"):
         echelon.simulate(look_at_the_time_for_ever, 1)
 
@@ -162,7 +162,7 @@ def look_between_calls(group, call):
 
 @pytest.mark.parametrize("call", [echelon.ProcessGroup.barrier, compute_nothing])
 def test_looking_at_the_time_between_calls_is_allowed(monkeypatch, call):
-    monkeypatch.setattr("echelon.simulation.backend._LOOKS", 200)
+    monkeypatch.setattr("echelon.simulation.boundary._LOOKS", 200)
     assert echelon.simulate(look_between_calls, 2, (call,)).results == [True, True]
 
 

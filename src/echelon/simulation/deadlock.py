@@ -14,7 +14,7 @@ from echelon.collectives.calls.hang_diagnosis import first_at_other_lines
 from echelon.errors import DeadlockError
 from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.purposes import cure_of
-from echelon.simulation.backend import SEND, Passage, StoreWait, VirtualWork
+from echelon.simulation.boundary import SEND, Passage, StoreWait, VirtualWork
 from echelon.simulation.scheduler import Task
 from echelon.simulation.watchdog import Blocked
 from echelon.simulation.world import World, is_plain

@@ -24,7 +24,8 @@ from echelon.backends.modes import overwrite
 from echelon.collectives.calls.plan_executor import PlanExecutor, PlannedExecutor, choose
 from echelon.collectives.plans.select import SIZED
 from echelon.operation_records import OperationRecord
-from echelon.simulation.backend import Boundary, Passage, VirtualBackend, VirtualWork
+from echelon.simulation.backend import VirtualBackend
+from echelon.simulation.boundary import Boundary, Passage, VirtualWork
 from echelon.simulation.meeting import Hall, Meeting, Seat
 from echelon.simulation.values import Inputs, snapshot
 from echelon.simulation.world import World

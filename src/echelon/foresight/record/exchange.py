@@ -37,7 +37,8 @@ from echelon.foresight.record.messages import RecordingMessages, Undelivered
 from echelon.foresight.trace import Group, RecordEvent, WaitEvent
 from echelon.operation_records import OperationRecord
 from echelon.pipeline.run.agreement import STAGES
-from echelon.simulation.backend import Passage, VirtualBackend, VirtualLanes, VirtualWork
+from echelon.simulation.backend import VirtualBackend, VirtualLanes
+from echelon.simulation.boundary import Passage, VirtualWork
 from echelon.simulation.meeting import FROM_ROOT
 from echelon.simulation.values import Calls, result_of, snapshot
 from echelon.simulation.world import World

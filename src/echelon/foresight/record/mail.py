@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.backends.formats.wire import Tag
 from echelon.backends.work import Work
-from echelon.simulation.backend import Boundary, Passage, VirtualWork
+from echelon.simulation.boundary import Boundary, Passage, VirtualWork
 
 
 class Route(NamedTuple):

@@ -28,7 +28,7 @@ from echelon.errors import CollectiveMismatch, SizeMismatch, Timeout
 from echelon.foresight.record.calls import Call, invent
 from echelon.foresight.record.here import name_of, recording_here
 from echelon.foresight.trace import Group, Message, Wait
-from echelon.simulation.backend import Boundary, Passage, VirtualWork
+from echelon.simulation.boundary import Boundary, Passage, VirtualWork
 from echelon.simulation.values import snapshot
 
 _STEP_BITS, _SEQUENCE_BITS = 32, 62

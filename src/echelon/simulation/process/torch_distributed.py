@@ -33,7 +33,8 @@ from echelon.arguments import choices
 from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, InvalidArgument, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
-from echelon.simulation.backend import StoreWait, VirtualBackend, VirtualLanes
+from echelon.simulation.backend import VirtualBackend, VirtualLanes
+from echelon.simulation.boundary import StoreWait
 from echelon.simulation.process.calls import NEEDS_CUDA
 from echelon.simulation.process.clipping import clipping_explained
 from echelon.simulation.process.environment import Attribute
