@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon._torch_private.tensors import DispatchMode
-from echelon.pipeline.stage.split_backward import CannotSplit
 from echelon.pipeline.stage.stage import Forward, Made, Stage
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu_backward")
@@ -309,8 +308,39 @@ def test_a_saved_tensor_changed_in_place_is_noticed():
         stage.backward_input(0, [torch.ones(4, 6)])
 
 
-def test_a_graph_unlike_the_one_that_was_probed_is_refused():
-    stage, _, forward = prepared(REFUSED["a layer twice"][0])
-    stage.forward(0, forward, splits=True)
-    with pytest.raises(CannotSplit, match="a module of this stage is used in several places"):
-        stage.backward_input(0, [torch.ones(4, 6)])
+def test_a_graph_unlike_the_one_that_was_probed_is_done_as_a_whole():
+    make = REFUSED["a layer twice"][0]
+    stage, _, forward = prepared(make)
+    made = stage.forward(0, forward, splits=True)
+    with pytest.warns(
+        UserWarning, match=r"stage 1 does the whole backward of microbatch 0 in its I.*in several places"
+    ):
+        found = stage.backward_input(0, [torch.cos(made.output.detach())])
+    stage.backward_weight(0)
+    of_input, of_weights, _ = whole(make)
+    assert torch.equal(found[0], of_input)
+    assert all(torch.equal(one.grad, two) for one, two in zip(stage.module.parameters(), of_weights, strict=True))
+    assert stage.num_held == 0
+
+
+class Replacing(nn.Linear):
+    """Replaces its buffer by another one, and changes another in place."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("replaced", torch.ones(6))
+        self.register_buffer("changed", torch.ones(6))
+
+    def forward(self, x):
+        self.replaced = 0.5 * self.replaced
+        self.changed.data.mul_(0.5)
+        return super().forward(x) + self.replaced + self.changed
+
+
+def test_probing_leaves_buffers_that_a_forward_replaces():
+    stage, _, forward = prepared(lambda: (Replacing(), floats(4, 6)))
+    before = dict(stage.module.named_buffers())
+    assert not stage.probe(forward).refusal
+    for name, buffer in stage.module.named_buffers():
+        assert buffer is before[name]
+        assert torch.equal(buffer, torch.ones(6)), name

@@ -1,7 +1,9 @@
 """What the runtime promises beside right numbers: memory, buffers, schedules planned again."""
 
+import random
 import warnings
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -325,6 +327,114 @@ def test_running_statistics_count_a_microbatch_that_is_run_again_once(name):
         assert {int(value) for key, value in again.items() if key.endswith("num_batches_tracked")} == {8}
         for key, value in plain.items():
             assert torch.equal(again[key], value), key
+
+
+class Memory(nn.Module):
+    """Normalises by buffers that each training forward moves on, one by another tensor and one in place.
+
+    BatchNorm does so in its outputs in evaluation alone, spectral normalisation in all of its forwards.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("mask", torch.ones(2**15))  # 256 KiB that do not change
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        self.mean = 0.5 * self.mean + 0.5 * hidden.detach().mean(0)
+        self.scale.data.lerp_(hidden.detach().square().mean(0).sqrt(), 0.5)
+        return torch.tanh((hidden - self.mean) * self.scale.clone() * self.mask[0])
+
+
+def with_buffers():
+    torch.manual_seed(0)
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(Memory(), spectral, Memory(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def train_with_buffers(group, schedule, recompute):
+    pipe = Pipeline(with_buffers(), group, schedule, loss_fn=nn.functional.mse_loss, recompute=recompute)
+    for num_samples in (9, 12):
+        step(pipe, make_batch(num_samples))
+    return dict(gradients(pipe_modules(pipe))), pipe.state_dict()
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("1f1b", True), ("gpipe", [0]), ("zb-h1", False), ("zb-v", True)])
+def test_each_microbatch_gets_the_buffers_that_the_one_before_left(name, recompute):
+    """A forward that was run again, or tried before the first step, began with later buffers, or left its own."""
+    model = with_buffers()
+    for num_samples in (9, 12):
+        train_alone(model, make_batch(num_samples), 4)
+    if name == "1f1b":
+        results = echelon.simulate(train_with_buffers, 2, (named(name, 2, 4), recompute), timeout=20.0).results
+    else:
+        results = simulate(train_with_buffers, 2, named(name, 2, 4, 2 if name == "zb-v" else 1), recompute)
+    assert_gradients([rank for rank, _ in results], model)
+    for _, state in results:
+        for key, value in state.items():
+            assert torch.equal(model.state_dict()[key], value), key
+
+
+class Depth(nn.Module):
+    """Takes one of two layers, as Python's random numbers and NumPy's say."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        return self.layers[random.random() < 0.5](x) * numpy.random.rand()
+
+
+def random_depth(group, recompute):
+    torch.manual_seed(3)
+    pipe = Pipeline(nn.Sequential(Depth(), Depth()), group, "gpipe", 4, nn.functional.mse_loss, recompute=recompute)
+    random.seed(1)
+    numpy.random.seed(1)
+    loss = step(pipe, make_batch(8)).loss
+    return loss, dict(gradients(pipe_modules(pipe))), (random.random(), numpy.random.rand())
+
+
+def test_recomputation_draws_what_python_and_numpy_drew():
+    """Gradients were those of another function than the loss."""
+    (loss, plain, after), (again, recomputed, then) = (simulate(random_depth, 1, flag)[0] for flag in (False, True))
+    assert torch.equal(loss, again)
+    assert after == then
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, recomputed[name]), name
+
+
+def thaw(group, schedule):
+    model = thawing_model()
+    pipe = Pipeline(model, group, schedule, loss_fn=nn.functional.mse_loss)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for at in range(3):
+            model[:2].requires_grad_(at > 0)
+            step(pipe, make_batch(9))
+    return dict(gradients(pipe_modules(pipe))), [str(each.message) for each in caught]
+
+
+def thawing_model():
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Sequential(layer, nn.Tanh(), layer), nn.Tanh()).double()
+
+
+def test_what_is_released_later_may_not_be_split():
+    """With stage 0 frozen, stage 1 has no I. Then its layer that is applied twice ended the pipeline."""
+    model = thawing_model()
+    for at in range(3):
+        model[:2].requires_grad_(at > 0)
+        train_alone(model, make_batch(9), 4)
+    results = simulate(thaw, 2, named("zb-h1", 2, 4))
+    assert_gradients([rank for rank, _ in results], model)
+    said = [line for _, lines in results for line in lines]
+    assert [line.partition(" microbatch")[0] for line in said] == ["stage 1 does the whole backward of"]
+    assert "2.0 (Linear) is used in several places, unlike in the first step" in said[0]
 
 
 def watch_reductions(group, name):

@@ -8,6 +8,8 @@ recomputed to save memory. Afterwards the generator has its earlier state: a pro
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
@@ -15,16 +17,93 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from echelon._torch_private.tensors import version_of
+from echelon.backends.admission import stands_for_device
 
-@contextmanager
-def same_buffers(module: nn.Module) -> Iterator[None]:
-    """Restores the buffers of a module, such as the running statistics of BatchNorm, at the end."""
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.data.copy_(value)  # .data: autograd may have saved the buffer, and must see no change
+_SMALL = 2**16
+"""Bytes of a buffer whose copy is kept without asking whether it changes, such as running statistics."""
+
+
+class BufferValues:
+    """Values that the buffers of a module had at one time, for a forward that is run from them.
+
+    The forward gets tensors of its own in their place: it may read, change or replace them, and autograd may save them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Copies all buffers."""
+        values: dict[int, torch.Tensor] = {}  # one for each tensor, which may be a buffer of several modules
+        self._places = []
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+                value = values.setdefault(id(buffer), buffer.detach().clone())
+                self._places.append(_Place(owner, name, buffer, _version(buffer), value))
+
+    def forget_constants(self) -> None:
+        """Frees the copies of large buffers that the module has not changed since, such as masks."""
+        self._places = [place for place in self._places if place.value.nbytes <= _SMALL or place.is_changed()]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The copies."""
+        return [place.value for place in self._places]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the module has these values. At the end it has its present buffers back, as they are now. Once."""
+        now = [(place.owner, place.name, getattr(place.owner, place.name)) for place in self._places]
+        try:
+            for owner, name, _, _, value in self._places:
+                setattr(owner, name, value)
+            yield
+        finally:
+            for owner, name, buffer in now:
+                setattr(owner, name, buffer)
+
+
+class _Place(NamedTuple):
+    owner: nn.Module
+    name: str
+    buffer: torch.Tensor
+    version: int
+    value: torch.Tensor
+
+    def is_changed(self) -> bool:
+        buffer = getattr(self.owner, self.name)
+        if buffer is not self.buffer or _version(buffer) != self.version:
+            return True
+        # BatchNorm and `buffer.data.mul_()` do not count as a new version. Values on a device are not read, which would
+        # wait for it.
+        return buffer.is_cpu and not stands_for_device(buffer) and not torch.equal(buffer, self.value)
+
+
+def _version(buffer: torch.Tensor) -> int:
+    return 0 if buffer.is_inference() else version_of(buffer)  # a tensor made in inference mode counts none
+
+
+class HostRandomness:
+    """State of the random generators of Python and NumPy, which a forward may draw from as well."""
+
+    def __init__(self) -> None:
+        """Reads the states. NumPy's only if the program has imported it."""
+        self._python = random.getstate()
+        self._numpy = sys.modules.get("numpy")
+        self._of_numpy = None if self._numpy is None else self._numpy.random.get_state()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the generators begin at these states. At the end they have the states from before."""
+        now = HostRandomness()
+        self._set()
+        try:
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            self._numpy.random.set_state(self._of_numpy)
 
 
 _DEVICES = ("cpu", "cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from echelon._torch_private.autograd import run_backward
 from echelon.errors import ScheduleError
 from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
-from echelon.pipeline.stage.replay import Autocast, outside_autocast, same_buffers
+from echelon.pipeline.stage.replay import Autocast, BufferValues, HostRandomness, outside_autocast
 from echelon.pipeline.stage.split_backward import (
     CannotSplit,
     Gradient,
@@ -112,6 +113,15 @@ class Finding(NamedTuple):
     """Reason why the backward cannot be split, beginning with the name of the module. Empty if it can."""
 
 
+class _Again(NamedTuple):
+    """Forward that will be run again, with all else that its result depends on."""
+
+    forward: Forward
+    autocast: Autocast
+    buffers: BufferValues
+    randomness: HostRandomness
+
+
 class _Microbatch:
     """State of one microbatch between forward and the end of backward."""
 
@@ -119,11 +129,11 @@ class _Microbatch:
     roots: Sequence[GradientEdge] = ()
     saved: SavedTensors | None = None
     split: SplitBackward | None = None
-    again: tuple[Forward, Autocast] | None = None
+    again: _Again | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         return [
-            *(() if self.again is None else tensors_of(self.again[0].value)),
+            *(() if self.again is None else [*tensors_of(self.again.forward.value), *self.again.buffers.tensors]),
             *(() if self.saved is None else self.saved.tensors()),
             *(() if self.split is None else self.split.kept),
         ]
@@ -151,6 +161,7 @@ class Stage:
         self._spreads = spreads
         self._releases = True
         """Whether I reads saved tensors that W does not need, so that releasing them in between saves memory."""
+        self._has_warned = False
         self._held: dict[int, _Microbatch] = {}
 
     def __repr__(self) -> str:
@@ -188,22 +199,25 @@ class Stage:
         held = self._held[microbatch] = _Microbatch()
         if not self.recomputes:
             return self._make(held, forward, splits)
-        held.again = forward, Autocast.now()
+        held.again = _Again(forward, Autocast.now(), BufferValues(self.module), HostRandomness())
         # The first run saves no tensors, since the backward goes through the graph of the second. It runs on copies,
         # because the stage may write to its input, which the second run needs as it was.
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_not_kept):
             copies = forward.on_copies()
-            return copies.make(enter(copies.value).value, copies.kwargs, copies.target)
+            made = copies.make(enter(copies.value).value, copies.kwargs, copies.target)
+        held.again.buffers.forget_constants()
+        return made
 
     def recompute(self, microbatch: int, *, splits: bool) -> None:
-        """Runs the forward again, with the same random numbers and autocast setting.
+        """Runs the forward again, with the same random numbers, buffers and autocast setting.
 
-        Buffers keep the values of the first run, so running statistics count a microbatch once.
+        It begins with the buffers from before the first run. Afterwards they have their present values, so running
+        statistics count a microbatch once.
         """
         held = self._held[microbatch]
         assert held.again is not None, "the forward comes before"
-        forward, autocast = held.again
-        with autocast.again(), same_buffers(self.module):
+        forward, autocast, buffers, randomness = held.again
+        with autocast.again(), buffers.again(), randomness.again():
             self._make(held, forward, splits)
         held.again = None
 
@@ -226,20 +240,33 @@ class Stage:
     def backward_input(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Runs I: returns the gradients of the inputs, and keeps the state for `backward_weight`.
 
+        Runs the whole backward, and leaves nothing to W, if the graph cannot be split: it is unlike the one that was
+        probed, as after a parameter was unfrozen, or where a forward takes another branch. Warns of it once.
+
         Raises:
             ScheduleError: as for `backward`.
-            CannotSplit: the graph is unlike the one that was probed.
         """
         held = self._held[microbatch]
-        split = SplitBackward(self._roots(held, microbatch, gradients), held.entries)
-        held.split, held.roots = split, ()
-        return split.run_input(held.saved)
+        roots, held.roots = self._roots(held, microbatch, gradients), ()
+        try:
+            held.split = SplitBackward(roots, held.entries)
+        except CannotSplit as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"stage {self.index} does the whole backward of microbatch {microbatch} in its I, and maybe of "
+                    f"others: {self._owners(error.weights)} {error.reason}, unlike in the first step",
+                    stacklevel=2,
+                )
+            run_backward(roots, into_leaves=True)
+            return [entry.node.gradient for entry in held.entries]  # type: ignore[attr-defined]
+        return held.split.run_input(held.saved)
 
     def backward_weight(self, microbatch: int) -> None:
         """Runs W: adds the parameters' gradients into .grad."""
         held = self._held.pop(microbatch)
-        assert held.split is not None, "I comes before W"
-        held.split.run_weights()
+        if held.split is not None:  # else I did all of it
+            held.split.run_weights()
 
     def probe(self, forward: Forward) -> Finding:
         """Runs forward, I and W of one microbatch, and reports whether the backward can be split.
@@ -248,7 +275,8 @@ class Stage:
         one run more.
         """
         held, self._releases = _Microbatch(), True
-        with torch.random.fork_rng(devices=[]), same_buffers(self.module), torch.enable_grad():
+        randomness, buffers = HostRandomness().again(), BufferValues(self.module).again()
+        with torch.random.fork_rng(devices=[]), randomness, buffers, torch.enable_grad():
             made = self._make(held, forward.on_copies(), splits=True)
             output = map_tensors(_leaf, made.output)
             roots = [Root(edge_of(tensor), torch.ones_like(tensor)) for tensor in made.roots if tensor.requires_grad]
