@@ -480,3 +480,32 @@ def step_inside_of_backward(group):
 def test_an_optimizer_step_inside_of_backward_is_refused(run):
     """It took gradients that were not reduced yet, so the ranks went apart without an error."""
     assert run(step_inside_of_backward, 2) == [True, True]
+
+
+def update_inside_of_backward(group, is_before):
+    module = mlp()
+
+    def update(parameter):
+        with torch.no_grad():
+            parameter.sub_(0.1 * parameter.grad)
+        parameter.grad = None
+
+    if is_before:
+        handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in module.parameters()]
+    model = DDP(module, group, bucket_mb=TINY_MB)
+    if not is_before:
+        handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in module.parameters()]
+    with pytest.raises(UnsupportedOp, match=r"parameter '0.weight' was set to None inside of backward"):
+        backward(model, group)
+    for handle in handles:
+        handle.remove()
+    model.load_state_dict(mlp().state_dict())
+    model.zero_grad()
+    backward(model, group)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_an_update_by_hand_inside_of_backward_is_refused(run, is_before):
+    """As LOMO does. It took gradients that were not reduced yet, so the ranks went apart without an error."""
+    assert_all_equal(run(update_inside_of_backward, 2, is_before), single(mlp(), batch()))

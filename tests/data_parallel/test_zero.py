@@ -1,5 +1,7 @@
 """ZeroOptimizer: what the plain optimizer does, with a part of its state."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -191,6 +193,10 @@ def refused(group, kind):
         optimizer.step()
     elif kind == "not elementwise":
         ZeroOptimizer(torch.optim.LBFGS, model.parameters(), group)
+    elif kind == "a kind of LBFGS":
+        ZeroOptimizer(type("Mine", (torch.optim.LBFGS,), {}), model.parameters(), group)
+    elif kind == "copied":
+        copy.deepcopy(optimizer)
     elif kind == "gaps":
         ZeroOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(4, 4)[:, :2])], group)
     elif kind == "bucket":
@@ -209,6 +215,8 @@ def refused(group, kind):
         ("other class", echelon.CollectiveMismatch, "rank 0 has optimizer Adam where rank 1 has optimizer SGD"),
         ("sparse", UnsupportedOp, "gradient of parameter 0 is sparse"),
         ("not elementwise", UnsupportedOp, "LBFGS does not update each element by itself"),
+        ("a kind of LBFGS", UnsupportedOp, "Mine does not update each element by itself"),
+        ("copied", UnsupportedOp, "cannot be copied or pickled: save its state_dict()"),
         ("gaps", UnsupportedOp, "parameter 0 of shape \\(4, 2\\) has gaps in memory"),
         ("bucket", echelon.InvalidArgument, "bucket_mb=0"),
         ("other model", ValueError, "parameter group"),

@@ -117,6 +117,52 @@ def test_a_step_that_cannot_be_is_refused_on_every_rank(case, kind, words):
         assert words in message
 
 
+def step_in_a_hook(group, by_hand):
+    mesh = echelon.Mesh(group, dp=2, pp=2)
+    other = nn.Linear(1, 1)
+    inputs, target = make_batch(4)
+    try:
+        pipe = Pipeline(make_model(2), mesh["pp"], "1f1b", 2, nn.functional.mse_loss, data_parallel=mesh["dp"])
+        for parameter in pipe.parameters():
+            optimizer = torch.optim.SGD([parameter if pipe.is_first else next(other.parameters())], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        group.barrier()
+        if by_hand:
+            out = pipe.forward(inputs, train=True)
+            pipe.backward(None if out is None else torch.ones_like(out))
+        else:
+            pipe.step(inputs, target=target)
+    except echelon.EchelonError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_optimizer_step_inside_of_a_step_is_refused(run, by_hand):
+    """It took the gradient of one microbatch of one replica, so the replicas went apart without an error."""
+    told = [result for result in run(step_in_a_hook, 4, by_hand) if result[0] != "no error"]
+    assert len(told) == 4 or by_hand  # where the backward of the last stage may have ended
+    assert "UnsupportedOp" in [kind for kind, _ in told]
+    for kind, message in told:
+        assert kind in ("UnsupportedOp", "PeerFailed")
+        assert "a step of SGD began inside of pipe.step()" in message
+
+
+def complex_loss(group):
+    pipe = Pipeline(make_model(2), group, "1f1b", 2, lambda output, _: output.sum() * 1j)
+    inputs, target = make_batch(4)
+    try:
+        pipe.step(inputs, target=target)
+    except echelon.EchelonError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_complex_loss_is_refused():
+    results = echelon.simulate(complex_loss, 2, timeout=20.0).results
+    assert all("returned torch.complex128: make it real" in message for message in results)
+
+
 def test_fewer_samples_than_microbatches_is_told_to_all_ranks(run):
     for kind, message in run(fail_with, 3, "few samples"):
         assert kind in ("SizeMismatch", "PeerFailed")

@@ -107,6 +107,16 @@ def test_replicas_average_it_as_well(run, no_sync):
         torch.testing.assert_close(found, norm.double(), rtol=1e-12, atol=0)
 
 
+def test_running_statistics_of_two_stages_are_refused():
+    """Each stage counted its own, so that they were not those of one process."""
+    norm = nn.BatchNorm1d(6)
+    model = nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm)
+    with pytest.raises(echelon.PartitionError, match=r"^3 \(BatchNorm1d\) is in stages 0 and 1.*a layer of its own"):
+        echelon.simulate(lambda group: Pipeline(model, group, "1f1b", 2, at=["2"]), 2)
+    norm.eval()
+    assert len(find_ties(split(model, at=["2"]))) == 2
+
+
 def test_places_are_found_under_all_names():
     ties = find_ties(split(tied_model(), at=["4"]))
     assert ties == [(Place(0, "0.weight"), Place(1, "6.weight"))]

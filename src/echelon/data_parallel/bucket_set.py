@@ -274,11 +274,15 @@ class BucketMemory:
         """
         for index, parameter in enumerate(self._parameters):
             gradient, view = parameter.grad, self._view(index)
-            self.has_gradient[index] = gradient is not None or self._is_detached[index]
+            self.has_gradient[index] = self.is_there(index)
             if not self.has_gradient[index]:
                 view.zero_()
             elif gradient is not view and not self._is_rounded(index):
                 self.store(index)
+
+    def is_there(self, index: int) -> bool:
+        """Whether a parameter has a gradient now."""
+        return self._parameters[index].grad is not None or self._is_detached[index]
 
     def expose(self, index: int) -> None:
         """Sets a parameter's .grad: the view itself, or a rounded copy of it if the memory is wider."""

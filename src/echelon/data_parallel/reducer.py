@@ -304,7 +304,8 @@ class GradientReducer:
             UnsupportedOp, Closed: as `start`.
             CollectiveMismatch: the ranks have run different numbers of forwards, or of optimizer steps, since the last
                 reduction: one of them has skipped a backward. The gradients are useless then.
-            UnsupportedOp: `average="samples"`, and no rank has any samples.
+            UnsupportedOp: `average="samples"`, and no rank has any samples; or a gradient that was marked as complete
+                is None now.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
         """
         if not self.is_needed:
@@ -325,6 +326,8 @@ class GradientReducer:
         self.counts.forget()
         if not summary.agrees():
             raise mismatch(mine, self.group)
+        if not self.leaves_gradients:
+            self._check_not_removed(reduction)
         self.equal_batches.on_reduced(batch, summary)
         self._collectives.count_step()
         buckets = self.buckets
@@ -372,6 +375,15 @@ class GradientReducer:
             self._weights.expect(self.counts.num_samples)
         self.reduction = Reduction(self.layout)
         return self.reduction
+
+    def _check_not_removed(self, reduction: Reduction) -> None:
+        # A hook that updates a parameter and frees its gradient, as LOMO does, would use this rank's gradient alone.
+        for index, (number, place) in enumerate(self.buckets.homes):
+            if index not in reduction.awaited[number] and not self.buckets.memories[number].is_there(place):
+                raise UnsupportedOp(
+                    f"the gradient of parameter {self.buckets.names[index]!r} was set to None inside of backward, "
+                    "where it was not reduced yet: use it after backward(), not in a hook of the parameter"
+                )
 
     def _launch(self, reduction: Reduction) -> None:
         try:

@@ -175,6 +175,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         def __getattr__(self, name: str) -> NoReturn:
             raise no_attribute("a ZeroOptimizer", name, dir(type(self)) if name[:1] != "_" else (), _MEANT)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's would leave out the shards, and the copy would fail in its first step.
+        raise UnsupportedOp(
+            "a ZeroOptimizer belongs to its group and cannot be copied or pickled: save its state_dict(), which every "
+            "rank calls"
+        )
+
     @refuse_others(
         process_group="group",
         learning_rate="lr",
@@ -212,7 +219,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "ZeroOptimizer(torch.optim.AdamW, model.parameters(), group, lr=1e-3)"
             )
         check_bucket_mb(bucket_mb)
-        if optimizer_class.__name__ in _NOT_ELEMENTWISE:
+        if any(base.__name__ in _NOT_ELEMENTWISE for base in optimizer_class.__mro__):
             raise UnsupportedOp(
                 f"{optimizer_class.__name__} does not update each element by itself, so its state cannot be cut "
                 "anywhere: use the plain optimizer, or AdamW or SGD here"

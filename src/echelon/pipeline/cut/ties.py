@@ -35,10 +35,22 @@ Tie: TypeAlias = tuple[Place, ...]
 
 
 def find_ties(parts: Parts) -> list[Tie]:
-    """Returns the parameters that are in several parts. Sees only parts that are modules on this rank."""
+    """Returns the parameters that are in several parts. Sees only parts that are modules on this rank.
+
+    Raises:
+        PartitionError: a BatchNorm in training is in several parts.
+    """
     places: dict[int, list[Place]] = {}
+    counting: dict[int, int] = {}
     for stage, module in enumerate(parts.modules):
         if isinstance(module, nn.Module):
+            for name, layer in module.named_modules():
+                counts = isinstance(layer, _WITH_STATISTICS) and layer.training and layer.running_mean is not None
+                if counts and (first := counting.setdefault(id(layer), stage)) != stage:
+                    raise PartitionError(
+                        f"{parts.prefixes[stage]}{name} ({type(layer).__name__}) is in stages {first} and {stage}, "
+                        "which would each count running statistics of their own: give each stage a layer of its own"
+                    )
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 places.setdefault(id(parameter), []).append(Place(stage, parts.prefixes[stage] + name))
     return [tuple(found) for found in places.values() if len({place.stage for place in found}) > 1]
@@ -60,6 +72,9 @@ def agree_on_ties(ties: Sequence[Tie], group: ProcessGroup) -> list[Tie]:
                 together |= other
             merged.append(together)
     return sorted(tuple(sorted(tie)) for tie in merged)  # in one order everywhere: ranks then make groups of them
+
+
+_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _Held(NamedTuple):

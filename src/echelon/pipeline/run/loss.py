@@ -11,7 +11,7 @@ import torch
 
 from echelon.backends.admission import check_values, stands_for_device
 from echelon.backends.work import Work
-from echelon.errors import InvalidArgument, NotFinite, SizeMismatch
+from echelon.errors import InvalidArgument, NotFinite, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.plan.action import Action
 from echelon.pipeline.plan.cost import Costs
@@ -187,12 +187,14 @@ def check_loss(loss: object) -> torch.Tensor:
 
     Raises:
         SizeMismatch: the loss is not a tensor of one element.
-        UnsupportedOp: the loss has no memory of its own.
+        UnsupportedOp: the loss is complex, or has no memory of its own.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise SizeMismatch("a tensor with one element", got, "loss_fn(output, target)", "reduce it to one number")
     check_values(loss, "loss_fn(output, target)")
+    if loss.is_complex():
+        raise UnsupportedOp(f"loss_fn(output, target) returned {loss.dtype}: make it real, such as by .abs() or .real")
     return loss.reshape(())
 
 

@@ -268,7 +268,7 @@ class Pipeline:
             CollectiveMismatch: the ranks got different samples.
             InvalidArgument: the inputs or the target are missing, or a stage of this rank does not take a keyword
                 argument.
-            UnsupportedOp: there is no loss_fn, or gradients are switched off, or a tensor has no memory of its own.
+            UnsupportedOp: there is no loss_fn, gradients are off, an optimizer steps inside, or a tensor has no memory.
             NotFinite: the loss of a microbatch is NaN or infinite.
             PeerFailed: another rank failed; the message has its error.
             Timeout: a message between ranks did not come in time.
