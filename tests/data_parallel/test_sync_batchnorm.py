@@ -1,5 +1,7 @@
 """SyncBatchNorm: N ranks normalise as one process does on the whole batch."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -144,6 +146,40 @@ def test_ranks_count_by_their_samples_before_and_after_the_layer(sizes):
     for gradients in echelon.simulate(train_by_samples, len(sizes), args=(sizes,)).results:
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def accumulate_by_samples(group, sizes):
+    ddp = DDP(SyncBatchNorm.convert(fill(Net().double()), group), group, average="samples")
+    try:
+        for _ in range(2):
+            ddp.zero_grad()
+            for number, each in enumerate(sizes):
+                mine = values(2)[: sum(each)].split(each)[group.rank]
+                loss = ddp(mine).square().sum() / max(len(mine), 1)
+                with ddp.no_sync() if number < len(sizes) - 1 else contextlib.nullcontext():
+                    loss.backward()
+    except echelon.UnsupportedOp as error:
+        return str(error)
+    return {name: parameter.grad for name, parameter in ddp.named_parameters()}
+
+
+def test_samples_of_batches_that_accumulate_count_if_the_shares_of_ranks_stay():
+    model = fill(Net().double())
+    for size in (8, 4):
+        batch = values(2)[:size]
+        (model(batch).square().sum() / size).backward()
+    for gradients in echelon.simulate(accumulate_by_samples, 2, args=([(6, 2), (3, 1)],)).results:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("later", [(2, 4), (6, 0)])
+def test_shares_of_ranks_that_change_while_batches_accumulate_are_refused(later):
+    """The layer weighed ranks by their samples of one batch, and DDP by those of all: gradients were wrong."""
+    for text in echelon.simulate(accumulate_by_samples, 2, args=([(6, 2), later],)).results:
+        assert text.startswith(
+            f"the ranks have 6 and 2 samples in one forward and {later[0]} and {later[1]} in a later"
+        )
 
 
 def train_once_converted(group, sizes):

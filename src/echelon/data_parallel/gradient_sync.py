@@ -33,7 +33,7 @@ from echelon.data_parallel.idle_optimizer import OF_DDP, IdleOptimizer
 from echelon.data_parallel.join import Joining, Next, first_active
 from echelon.data_parallel.missing_zero_grad import MissingZeroGrad
 from echelon.data_parallel.reducer import Average, GradientReducer, can_overlap
-from echelon.data_parallel.sync_batchnorm import Samples, SyncBatchNorm
+from echelon.data_parallel.sync_batchnorm import Samples, Shares, SyncBatchNorm
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.purposes import FORWARD
@@ -134,6 +134,7 @@ class GradientSync:
         self._weighs_samples = average == "samples" and not self.reducer.leaves_gradients
         self.samples: Samples | None = None
         """Samples of the forward that runs, for its SyncBatchNorms. None: all ranks count equally."""
+        self._shares = Shares()
         _count_samples(module, None)
         if self._weighs_samples:
             # Without this wrapper nobody weighs gradients by samples any more.
@@ -184,6 +185,7 @@ class GradientSync:
         """Reduces all gradients. Blocks; see `GradientReducer.reduce`."""
         self.joining.announce(Next.REDUCTION)
         self._is_prepared = self._has_unreduced = self.has_unused = False
+        self._shares = Shares()
         self.reducer.reduce()
 
     def shadow(self, step: Next, src: int) -> None:
@@ -210,7 +212,7 @@ class GradientSync:
             self.watch()
         self._is_compared = True
         if self._weighs_samples:
-            self.samples = Samples()
+            self.samples = Samples(shares=self._shares)
             _count_samples(self.module, self.samples)
         # Once per forward that ends well: the other ranks do not know that one failed and is retried, so a second
         # round of collectives would find no partner.
@@ -338,6 +340,7 @@ class GradientSync:
         # No reduction has begun after torch.autograd.grad, which sets no parameter's .grad.
         if reducer.reduction is not None:
             self._has_unreduced = self.has_unused = False
+            self._shares = Shares()
             reducer.start()
             # `finish` blocks, so it goes to the end of the queue: other models in this backward start their buckets
             # first. Ranks may come to two models in different orders, and would wait for each other.

@@ -7,7 +7,7 @@ collective, the backward one more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,41 @@ from torch.autograd.function import once_differentiable
 from echelon.arguments import refuse_others
 from echelon.backends.admission import check_values, stands_for_device
 from echelon.data_parallel.broadcast import check_module
-from echelon.errors import InvalidArgument, SizeMismatch
+from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
 from echelon.wording import counted
+
+
+class Shares:
+    """Shares of the ranks in the samples of each forward since gradients were last reduced.
+
+    DDP weighs a rank by its samples of all these forwards, and SyncBatchNorm by its samples of each one.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, ...], Tensor] = {}
+
+    def check(self, numbers: Tensor, group: ProcessGroup) -> None:
+        """Compares the numbers of samples of one forward with the shares of the first. All ranks do the same.
+
+        Raises:
+            UnsupportedOp: a rank has another share.
+        """
+        if stands_for_device(numbers):
+            return
+        first = self._first.setdefault(tuple(group.ranks), numbers)
+        # Values are not read if there is one forward, as on a device that would wait for it.
+        if first is not numbers and not torch.equal(first * numbers.sum(), numbers * first.sum()):
+            raise UnsupportedOp(
+                f"the ranks have {_shown(first)} samples in one forward and {_shown(numbers)} in a later one that "
+                "accumulates, whose shares differ, so SyncBatchNorm cannot weigh them as average='samples' does: give "
+                "each rank the same share in both, or reduce after each backward"
+            )
+
+
+def _shown(numbers: Tensor) -> str:
+    return " and ".join(str(int(number)) for number in numbers.tolist())
 
 
 @dataclass
@@ -30,6 +61,7 @@ class Samples:
 
     number: int = 0
     """0 until the forward has ended, and of an empty batch."""
+    shares: Shares = field(default_factory=Shares)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -212,7 +244,12 @@ class _Normalise(Function):
             sums = ctx.group.all_reduce(sums) / ctx.count
         else:
             # DDP weighs this rank's gradients by its samples afterwards. Other ranks' losses have weights of their own.
-            sums = ctx.group.all_reduce(sums * ctx.samples.number) / (ctx.count * max(ctx.samples.number, 1))
+            number, features = ctx.samples.number, sums.shape[1]
+            # Beside the sums, so that it takes no collective of its own.
+            numbers = [float(number) if rank == ctx.group.rank else 0.0 for rank in range(ctx.group.world_size)]
+            told = ctx.group.all_reduce(torch.cat([(sums * number).reshape(-1), sums.new_tensor(numbers)]))
+            ctx.samples.shares.check(told[2 * features :].double(), ctx.group)
+            sums = told[: 2 * features].view(2, features) / (ctx.count * max(number, 1))
         scale = inverse_std if weight is None else inverse_std * weight
         for_x = _along(scale, x) * (wide - _along(sums[0], x) - normal * _along(sums[1], x))
         return (
