@@ -148,6 +148,36 @@ def test_an_optimizer_step_inside_of_a_step_is_refused(run, by_hand):
         assert "a step of SGD began inside of pipe.step()" in message
 
 
+class Weighted(nn.Module):
+    """Loss with a weight that is learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return nn.functional.mse_loss(output, target) * self.weight
+
+
+def learn_in_the_loss(group, is_trained):
+    mesh = echelon.Mesh(group, dp=2, pp=1)
+    loss_fn = Weighted().requires_grad_(is_trained)
+    try:
+        pipe = Pipeline(make_model(1), mesh["pp"], "1f1b", 2, loss_fn, data_parallel=mesh["dp"])
+        inputs, target = make_batch(4)
+        pipe.step(inputs, target=target)
+    except echelon.EchelonError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_loss_that_learns_is_refused_if_there_are_replicas():
+    """Each replica had another gradient of the loss's parameter, and went on with another value."""
+    for text in echelon.simulate(learn_in_the_loss, 2, (True,), timeout=20.0).results:
+        assert text.startswith("loss_fn (Weighted) trains a parameter of its own, 'weight', whose gradients")
+    assert echelon.simulate(learn_in_the_loss, 2, (False,), timeout=20.0).results == ["no error", "no error"]
+
+
 def complex_loss(group):
     pipe = Pipeline(make_model(2), group, "1f1b", 2, lambda output, _: output.sum() * 1j)
     inputs, target = make_batch(4)

@@ -76,12 +76,19 @@ def check_groups(group: object, data_parallel: object) -> None:
 
 
 def check_arguments(
-    model: object, loss_fn: object, loss_weight: object, metrics: object, loss_reduction: object, seed: object
+    model: object,
+    loss_fn: object,
+    loss_weight: object,
+    metrics: object,
+    loss_reduction: object,
+    seed: object,
+    data_parallel: ProcessGroup | None = None,
 ) -> None:
-    """Checks the types of the other arguments.
+    """Checks the other arguments.
 
     Raises:
-        UnsupportedOp: an argument is of the wrong type, or the model is wrapped.
+        UnsupportedOp: an argument is of the wrong type, or the model is wrapped, or there are replicas and loss_fn has
+            parameters.
     """
     if type(model).__name__ == "DistributedDataParallel":  # torch's or Echelon's
         raise UnsupportedOp(
@@ -93,6 +100,16 @@ def check_arguments(
             raise UnsupportedOp(f"{name} is {named(function)}: pass a function, or leave it out")
         if isinstance(function, type) and issubclass(function, nn.Module):
             raise UnsupportedOp(f"{name} is {named(function)}: pass an instance of it, such as {function.__name__}()")
+    if isinstance(loss_fn, nn.Module) and data_parallel is not None and data_parallel.world_size > 1:
+        held = model.modules if isinstance(model, Parts) else model
+        stages = held if isinstance(held, list | tuple) else [held]
+        known = {id(each) for stage in stages if isinstance(stage, nn.Module) for each in stage.parameters()}
+        for name, parameter in loss_fn.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UnsupportedOp(
+                    f"loss_fn ({type(loss_fn).__name__}) trains a parameter of its own, {name!r}, whose gradients the "
+                    "replicas would not average: compute the loss in the last stage, or freeze it"
+                )
     if loss_reduction not in ("mean", "sum"):
         raise UnsupportedOp(f'loss_reduction={loss_reduction!r}: use "mean" or "sum"')
     if isinstance(seed, bool) or not isinstance(seed, int):

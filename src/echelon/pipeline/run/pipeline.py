@@ -156,7 +156,7 @@ class Pipeline:
             CollectiveMismatch: the ranks of the group were given different schedules.
         """
         check_groups(group, data_parallel)  # checks of one rank alone, before the first exchange
-        check_arguments(model, loss_fn, loss_weight, metrics, loss_reduction, seed)
+        check_arguments(model, loss_fn, loss_weight, metrics, loss_reduction, seed, data_parallel)
         self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model, at)
         recomputed = stages_to_recompute(recompute, self.num_stages)
         self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={recomputed}, seed={seed}"])
