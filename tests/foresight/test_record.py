@@ -119,6 +119,26 @@ def test_memory_of_the_state_is_exact():
     assert live == before
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "name", ["mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "soft_margin_loss", "binary_cross_entropy"]
+)
+def test_a_loss_has_the_memory_that_torch_gives_it(name, reduction):
+    """torch computes the mean of some losses in the memory of their terms, so that the number keeps all of it."""
+    function = getattr(torch.nn.functional, name)
+
+    def loss(device):
+        x = torch.full((64, 32), 0.5, device=device)
+        return function(x, x[:1].sqrt().expand(64, 32), reduction=reduction)
+
+    def program():
+        kept.append(loss("cuda").untyped_storage().nbytes())
+
+    kept = []
+    record(program, 1)
+    assert kept == [loss("cpu").untyped_storage().nbytes()]
+
+
 @pytest.mark.parametrize("recompute", ["full", "reentrant", "selective"])
 def test_checkpointing_repeats_the_forward(recompute):
     trace = traced(programs.fsdp, recompute=recompute)

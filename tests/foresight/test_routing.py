@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon import UnsupportedOp
+from echelon import UnsupportedOp, foresee
 from echelon.foresight.record import routing
 from echelon.foresight.record.run import record
-from echelon.foresight.trace import Collective, HostWait, Kernel
+from echelon.foresight.trace import Collective, HostKernel, HostWait, Kernel
 from tests.foresight import programs
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 48, 16, 8, 2
@@ -125,6 +125,51 @@ def test_values_that_follow_from_nothing_are_assumed():
         "unknown": [1, 1, 1, 1],
     }
     assert {"all elements are chosen", "all elements differ", "all elements are 0"} < assumptions(trace)
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "h100"])
+def test_a_number_written_by_a_mask_needs_no_positions(gpu):
+    """As `x[mask] = 0`, for which torch has one kernel. Positions would take 16 bytes for each element."""
+
+    def program():
+        x = torch.randn(64, 16, device="cpu" if gpu == "cpu" else "cuda", requires_grad=True)
+        hidden = x * 1
+        hidden[hidden < 0] = 0
+        hidden[:, (hidden > 1).any(0)] = 2.0
+        hidden[(hidden > 1).any(1)] = torch.tensor(1.0)
+        hidden.sum().backward()
+        labels = torch.arange(64, device=x.device)
+        labels[labels > 61] = -100
+        assert labels.tolist() == [*range(62), -100, -100]
+
+    seen = foresee(program, 1, gpu=gpu, network="shared-memory" if gpu == "cpu" else "infiniband-400g")
+    assert not [each for each in seen.assumptions if "elements" in each]
+    names = [entry.name for entry in seen.traces[0].entries if isinstance(entry, Kernel | HostKernel)]
+    assert "nonzero" not in names
+    assert names.count("masked_fill_") == 4
+    assert names.count("masked_fill") == 3  # backward
+
+
+def test_a_number_on_the_gpu_is_written_at_positions():
+    def program():
+        x = torch.randn(64, 16, device="cuda")
+        x[x < 0] = torch.zeros((), device="cuda")
+
+    assert any("all elements are chosen" in each for each in foresee(program, 1, gpu="h100").assumptions)
+
+
+@pytest.mark.parametrize("index", [lambda x, mask: x[mask], lambda x, mask: x[:, mask[:5]].fill_(0)])
+def test_a_mask_of_another_size_is_refused_as_by_torch(index):
+    x, mask = torch.randn(6, 4), torch.ones(7, dtype=torch.bool)
+    with pytest.raises(IndexError, match="The shape of the mask") as real:
+        index(x, mask)
+
+    def program():
+        index(torch.randn(6, 4, device="cuda"), torch.ones(7, dtype=torch.bool, device="cuda"))
+
+    with pytest.raises(IndexError) as foreseen:
+        foresee(program, 1, gpu="h100")
+    assert str(foreseen.value) == str(real.value)
 
 
 def test_a_gradient_goes_back_through_a_mask():

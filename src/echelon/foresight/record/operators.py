@@ -87,6 +87,8 @@ _TAKES_MASKS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"
 """Operators whose arguments after the first can be masks, so that shapes depend on values."""
 _INTO_A_PART = frozenset({"all_gather_copy_in"})
 """Operators that write only their first output, a part of their last input, and return that input as well."""
+_KEEPS_TERMS = frozenset({"mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"})
+"""Losses whose sum or mean lies in the memory of its terms, which it keeps. Source: ATen/native/Loss.cpp and .cu."""
 _CHUNK = 32
 """Number of tensors that one kernel of a multi-tensor operator takes, roughly."""
 
@@ -109,6 +111,8 @@ class Operator(NamedTuple):
     finds_overflow: bool
     """Whether its last output says if values are infinite or not a number."""
     takes_masks: bool
+    keeps_terms: bool
+    """Whether a single number that it returns keeps the memory of one for each element of the inputs."""
     flops: Callable[..., int] | None
     shape: Callable[..., Shape] | None
 
@@ -135,6 +139,7 @@ def operator(func: Any) -> Operator:
         into_a_part=name in _INTO_A_PART,
         finds_overflow=name in _FINDS_OVERFLOW,
         takes_masks=name in _TAKES_MASKS,
+        keeps_terms=name in _KEEPS_TERMS,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),
         shape=shape,

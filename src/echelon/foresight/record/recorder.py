@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from echelon._torch_private.autograd import is_in_backward
 from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import (
     NO_FAKE_RESULT,
@@ -139,7 +141,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             if facts.takes_masks and any(each.dtype in MASKS for each in inputs[1:]):
                 # A mode is off while it handles an operator. The parts of this one are recorded by themselves.
                 with self:
-                    return without_masks(func, facts.name, args, kwargs)
+                    return without_masks(func, facts.name, args, kwargs, self._is_number)
             return self._kernel(operation)
         if facts.role == "collective":
             return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
@@ -160,6 +162,19 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             with self.memory.on_the_host(where):
                 self.memory.number(out)
         return out
+
+    def _is_number(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a number of the host, as torch makes one of the value in `x[mask] = 0`."""
+        if tensor.numel() != 1:
+            return False
+        if self._placement is None or not isinstance(tensor, FakeTensor):
+            return True
+        number = self.memory.known(tensor)
+        if number not in self.memory.on_host and known_value(tensor) is not None and number not in self.memory.on_gpu:
+            self.memory.leave_gpu(tensor, self.log.place())
+            return True
+        # The gradient of such an assignment writes a zero, which lies where the number was: nearly always the host.
+        return number in self.memory.on_host or (tensor.ndim == 0 and is_in_backward())
 
     def _unknown(self, name: str) -> UnsupportedOp:
         return UnsupportedOp(
@@ -234,6 +249,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         except NO_FAKE_RESULT:
             raise self._unknown(facts.name) from None
         with without_functions():
+            if facts.keeps_terms:
+                _keep_terms(out, args)
             if where is None or where == GPU:
                 self._enter(operation, before, out, where, move)
             else:
@@ -318,6 +335,13 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 is_compiled=log.is_compiled(),
             )
         )
+
+
+def _keep_terms(loss: Tensor, args: Sequence[Any]) -> None:
+    """Gives a loss, a single number, the memory that torch computes its terms in."""
+    terms = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
+    if terms > loss.numel():
+        loss.untyped_storage().resize_(terms * loss.element_size())
 
 
 def _is_on_host(operation: _Operation) -> bool:

@@ -110,17 +110,66 @@ def decides_shape(func: Any) -> bool:
     return func in _ASSUMED
 
 
-def without_masks(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operator with the positions of true elements in place of masks, as torch does on a GPU."""
+def without_masks(
+    func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], is_number: Callable[[Tensor], bool]
+) -> Any:
+    """Runs an operator with the positions of true elements in place of masks, as torch does on a GPU.
+
+    A number written by one mask, as by `x[mask] = 0`, needs no positions there. Source: `canDispatchToMaskedFill` in
+    ATen/native/TensorAdvancedIndexing.cpp.
+
+    Args:
+        func: the operator.
+        name: its name.
+        args, kwargs: its arguments.
+        is_number: whether a tensor is a number of the host.
+    """
     if name == "masked_select":
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
         source, mask = args[0].expand(shape), args[1].expand(shape)
         return _aten.index.Tensor(source, list(_aten.nonzero.default(mask).unbind(1)))
     source, indices, *others = args
+    _check_masks(source, indices)
+    if name != "index" and all(each is None for each in indices[:-1]):
+        accumulates = kwargs.get("accumulate", others[1] if len(others) > 1 else False)
+        if not accumulates and is_number(others[0]):
+            return _filled(source, indices, others[0], in_place=name != "index_put")
     positions: list[Tensor | None] = []
     for each in indices:
         positions += _aten.nonzero.default(each).unbind(1) if each is not None and each.dtype in MASKS else (each,)
     return func(source, positions, *others, **kwargs)
+
+
+def _check_masks(source: Tensor, indices: Sequence[Tensor | None]) -> None:
+    """Raises IndexError, as torch does, if a mask has other sizes than the dimensions that it indexes."""
+    dim = 0
+    for each in indices:
+        if each is None or each.dtype not in MASKS:
+            dim += 1
+            continue
+        for axis, size in enumerate(each.shape):
+            if dim + axis < source.ndim and size != source.shape[dim + axis]:
+                raise IndexError(
+                    f"The shape of the mask {list(each.shape)} at index {axis} does not match the shape of the indexed "
+                    f"tensor {list(source.shape)} at index {dim + axis}"
+                )
+        dim += each.ndim
+
+
+def _filled(source: Tensor, indices: Sequence[Tensor | None], value: Tensor, *, in_place: bool) -> Tensor:
+    """Writes a number where the last index, a mask, is true."""
+    mask = indices[-1]
+    assert mask is not None
+    mask = mask.reshape(*mask.shape, *[1] * (source.ndim - mask.ndim - len(indices) + 1))
+    fill = _aten.masked_fill_ if in_place else _aten.masked_fill
+    result: Tensor
+    if (known := known_value(value)) is None:
+        result = fill.Tensor(source, mask, value.reshape(()))
+    else:
+        with real_tensors():
+            number = known.item()
+        result = fill.Scalar(source, mask, number)
+    return result
 
 
 class Routing:
