@@ -78,7 +78,7 @@ def sends_from_the_host(loss):
 def counts_on_the_host(loss):
     ones = torch.ones(3, dtype=torch.float64)
     (ones.to(torch.float32) + ones.to(dtype=torch.float32)).to(loss.device)
-    (ones.to("cuda", torch.float32) + loss).to("cpu", torch.float64).numpy()
+    (ones.to("cuda", torch.float32) + loss.detach()).to("cpu", torch.float64).numpy()
     total = torch.zeros(3)
     total += torch.ones(3) * loss.item()
     total[0] = loss

@@ -258,6 +258,15 @@ def _values(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
 def _array(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
     """Returns the assumed values of a tensor as an array, which takes no memory."""
     tensor = args[0]
+    if tensor.requires_grad:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+    recording = recording_here()
+    placement = None if recording is None else recording.placement
+    if recording is not None and placement is not None and recording.memory.known(tensor) in recording.memory.on_gpu:
+        raise TypeError(
+            f"can't convert {placement.gpu} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first."
+        )
     if (known := _known(tensor)) is not None:
         return known.numpy()
     with real_tensors():
@@ -336,6 +345,7 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(low) for each in (query, key, value))
+    _check_attention(query, key, value, mask, given.get("enable_gqa", False))
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     # The program may have disabled it, as by torch.nn.attention.sdpa_kernel.
     flash_is_enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -353,6 +363,27 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, mask, keeps_sums, dropout, is_causal, scale=scale)[0]
     return func(*args, **kwargs)
+
+
+def _check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_grouped: bool) -> None:
+    """Raises RuntimeError, as torch does, if types or heads do not fit together. The kernels' fake results take any."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            f"Expected query, key, and value to have the same dtype, but got query.dtype: {query.dtype} key.dtype: "
+            f"{key.dtype} and value.dtype: {value.dtype} instead."
+        )
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+            f"{mask.dtype} and query.dtype: {query.dtype} instead."
+        )
+    heads = query.shape[1], key.shape[1], value.shape[1]
+    fits = all(each == heads[0] or each == 1 or (is_grouped and heads[0] % each == 0) for each in heads)
+    if not fits:
+        raise RuntimeError(
+            f"The size of tensor a ({heads[0]}) must match the size of tensor b ({min(heads)}) at non-singleton "
+            "dimension 1: attention with fewer heads of keys and values takes enable_gqa=True"
+        )
 
 
 def _bias(mask: Tensor, query: Tensor) -> Tensor:

@@ -412,7 +412,7 @@ def _flexible_attention(recording: Recording, _: Callable[..., Any], *args: Any,
     is_masked = getattr(mask[-1], "__name__", "") != "noop_mask"
     text = "flex_attention takes the time of flash attention"
     recording.log.assume(f"{text}, and its mask that of a causal one" if is_masked else text)
-    given = {"is_causal": is_masked, "scale": scale}
+    given = {"is_causal": is_masked, "scale": scale, "enable_gqa": True}
     out = attention(nn.functional.scaled_dot_product_attention, (query, key, value), given)
     sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     return out, sums, sums

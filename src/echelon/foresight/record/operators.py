@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from echelon._torch_private.tensors import facts_of
+from echelon.foresight.record.dtypes import is_checked
 from echelon.foresight.trace import Kind
 
 Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]
@@ -113,6 +114,8 @@ class Operator(NamedTuple):
     takes_masks: bool
     keeps_terms: bool
     """Whether a single number that it returns keeps the memory of one for each element of the inputs."""
+    checks_dtypes: bool
+    """Whether its kernels refuse types of inputs that its fake ones take, see `dtypes`."""
     flops: Callable[..., int] | None
     shape: Callable[..., Shape] | None
 
@@ -140,6 +143,7 @@ def operator(func: Any) -> Operator:
         finds_overflow=name in _FINDS_OVERFLOW,
         takes_masks=name in _TAKES_MASKS,
         keeps_terms=name in _KEEPS_TERMS,
+        checks_dtypes=is_checked(name),
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),
         shape=shape,

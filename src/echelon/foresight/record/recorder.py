@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import BETWEEN, calling_file
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.copies import COPIES, Copies, Move
+from echelon.foresight.record.dtypes import check_dtypes
 from echelon.foresight.record.here import Recording, name_of, tensors_in
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
 from echelon.foresight.record.placement import GPU, Where
@@ -244,8 +245,13 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 where = placement.of_results(facts.name, inputs, before)
             else:
                 where = self.memory.making
+        if facts.checks_dtypes:
+            check_dtypes(facts.name, args, on_host=self._placement is None or where not in (None, GPU))
         try:
-            out = self._results.run(func, args, kwargs)
+            if facts.name == "_grouped_mm":
+                out = self._grouped(func, args, kwargs)
+            else:
+                out = self._results.run(func, args, kwargs)
         except NO_FAKE_RESULT:
             raise self._unknown(facts.name) from None
         with without_functions():
@@ -263,6 +269,16 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if self.routing.concerns(func, inputs, bool(facts.writes)):
             self.routing.follow(func, inputs, operation.written(), args, kwargs, out)
         return out
+
+    def _grouped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Makes the result of a grouped product. torch's fake one takes bfloat16 alone, its kernels all floats."""
+        dtype = args[0].dtype
+        if dtype == torch.bfloat16:
+            return self._results.run(func, args, kwargs)
+        halved = [
+            each.to(torch.bfloat16) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args
+        ]
+        return func(*halved, **{**kwargs, "out_dtype": None}).to(kwargs.get("out_dtype") or dtype)
 
     def _enter(
         self, operation: _Operation, before: Sequence[int], out: Any, where: Where = None, move: Move | None = None
