@@ -122,11 +122,11 @@ def ddp(*, depth=2, recompute="", accumulate=1, autocast=None, after=None, **opt
 def fsdp1(*, depth=2, use_orig_params=True):
     device = begin()
     model = Decoder(depth).cuda()
-    for number, layer in enumerate(model.layers):
-        model.layers[number] = FullyShardedDataParallel(layer, device_id=device, use_orig_params=use_orig_params)
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = FullyShardedDataParallel(model, mixed_precision=policy, device_id=device, use_orig_params=use_orig_params)
-    train(model, device)
+    options = {"mixed_precision": policy, "device_id": device, "use_orig_params": use_orig_params}
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = FullyShardedDataParallel(layer, **options)
+    train(FullyShardedDataParallel(model, **options), device)
 
 
 def tensor_parallel(*, tp=2, depth=2, after=None):
