@@ -241,6 +241,19 @@ def test_a_damaged_manifest_is_passed_over_with_a_warning(made):
         path.write_bytes(data)
 
 
+def test_a_step_that_is_a_link_is_not_passed_over_in_silence(made, tmp_path):
+    """A run whose newest step had been moved to another disk went on from an older one."""
+    path = shutil.copytree(made, tmp_path / "run")
+    for step in (2, 1):
+        (path / f"step-0000000{step}").rename(tmp_path / str(step))
+        (path / f"step-0000000{step}").symlink_to(tmp_path / str(step))
+        if step == 2:
+            with pytest.warns(UserWarning, match="step 1 is the newest that can be read: .*-00000002 is a link or a f"):
+                assert load(path)[0] == 1
+    with pytest.raises(CheckpointError, match="step-00000002 is a link or a file, and no checkpoint: move the folder"):
+        load(path)
+
+
 def test_a_manifest_of_absurd_size_is_not_read(two):
     with (two / NAME).open("r+b") as file:
         file.truncate(MAX_MANIFEST + 1)  # a hole: it takes no space

@@ -125,21 +125,24 @@ class Folder:
         return sorted(each.step for each in found if each.manifest is not None or each.is_newer)
 
     def newest(self) -> Manifest | None:
-        """Returns the newest manifest; None if there is no checkpoint. Warns of damaged ones that are newer.
+        """Returns the newest manifest; None if there is no checkpoint. Warns of damaged or linked ones that are newer.
 
         Raises:
-            CheckpointError: all are damaged, or the newest is of a newer version of Echelon.
+            CheckpointError: all are damaged or links, or the newest is of a newer version of Echelon.
             FileError: the folder is a file, or cannot be read.
         """
+        linked = self._linked()
         damaged: list[str] = []
         for each in self.found():
             if each.manifest is not None:
+                damaged += [text for step, text in linked.items() if step > each.step]
                 if damaged:
                     warnings.warn(f"step {each.step} is the newest that can be read: {damaged[0]}", stacklevel=2)
                 return each.manifest
             if each.is_newer:  # not damaged: a run that went on from an older one would do its steps again
                 raise CheckpointError(each.problem)
             damaged.append(each.problem)
+        damaged += linked.values()
         if damaged:
             raise CheckpointError(f"{damaged[0]}; move {self.path} away to start anew")
         return None
@@ -234,6 +237,12 @@ class Folder:
         steps = [int(match[1]) for name in self.names() if (match := _STEP.fullmatch(name))]
         # A set: a name with more zeros than ours is of the same step.
         return sorted({step for step in steps if self.fs.is_folder(f"{self.path}/{step_name(step)}")}, reverse=True)
+
+    def _linked(self) -> dict[int, str]:
+        """Returns the steps whose names are links or files, the newest first, with the advice on each of them."""
+        steps = {int(match[1]) for name in self.names() if (match := _STEP.fullmatch(name))} - {*self._named()}
+        advice = "is a link or a file, and no checkpoint: move the folder itself to this place"
+        return {step: f"{self.path}/{step_name(step)} {advice}" for step in sorted(steps, reverse=True)}
 
     def _unknown(self, manifest: Manifest) -> list[str]:
         folder = f"{self.path}/{step_name(manifest.step)}"
