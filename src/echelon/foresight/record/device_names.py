@@ -1,4 +1,4 @@
-"""Names of `torch.cuda` on a machine without a GPU: streams that only record, and facts of the foreseen device."""
+"""Functions and methods of torch on fake tensors, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -37,24 +36,14 @@ from echelon._torch_private.tensors import (
     tree_leaves,
     without_functions,
 )
-from echelon.errors import UnsupportedOp
-from echelon.foresight.record import streams
 from echelon.foresight.record.autocast import autocast_as_on_gpu
 from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.copies import Copies
-from echelon.foresight.record.device import OnDevice, OnHost, attention, check_gpu, device_said, mapped
+from echelon.foresight.record.device import OnDevice, OnHost, attention, device_said, mapped
 from echelon.foresight.record.fused import fused_as_on_gpu
+from echelon.foresight.record.gpu_names import Gpu, gpu_names, set_device
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
 from echelon.foresight.record.placement import is_gpu
-
-
-class Gpu(NamedTuple):
-    """Facts of a GPU that a program may ask for."""
-
-    name: str = "NVIDIA H100 80GB HBM3"
-    memory_bytes: int = 85_000_000_000
-    capability: tuple[int, int] = (9, 0)
-    num_multiprocessors: int = 132
 
 
 @contextmanager
@@ -73,33 +62,13 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
         def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
             replace(owner, name, in_place_of(getattr(owner, name), function))
 
-        def replace_all(owner: Any, names: dict[str, Any]) -> None:
-            for name, value in names.items():
-                replace(owner, name, value)
-
         if gpu is not None:
-            devices: tuple[ModuleType, ...] = (torch.cuda, torch.cpu)
-            for module in devices:  # torch asks the module of a mesh's device
-                replace_all(module, _STREAMS)
-            replace_all(torch.cuda, {**_memory_names(gpu), **_device_names(num_devices, gpu), **_RANDOM})
-            replace_all(torch.accelerator, {**_memory_names(gpu), **_accelerator_names(num_devices, gpu)})
-            replace_all(torch, {"Stream": streams.Stream, "Event": streams.Event, "Generator": _Generator})
-            for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-                replace(torch.cuda.nvtx, name, _nothing)
-            # torch asks for it when it logs an error, and would raise another one.
-            replace(torch.cuda.nccl, "version", _returning((2, 27, 5)))
-            replace(torch.version, "cuda", "12.8")
-            replace(torch.backends.cudnn, "is_available", _returning(True))
-            replace(torch.Tensor, "record_stream", _nothing)
-            replace_all(torch.cuda.memory, {**_memory_names(gpu), **_SNAPSHOTS})
-            replace(torch.cuda, "memory_snapshot", _SNAPSHOTS["memory_snapshot"])
-            replace_all(torch.cuda, {**_SENSORS, **_TYPES, "cudart": _returning(_RUNTIME)})
-            replace_all(torch.cuda.profiler, {"start": _nothing, "stop": _nothing})
+            for owner, names in gpu_names(num_devices, gpu):
+                for name, value in names.items():
+                    replace(owner, name, value)
             wrap(torch.autograd.profiler.profile, "__init__", _without_kernels)
             wrap(torch.autograd.profiler.emit_nvtx, "__enter__", lambda _, __, context: context)
-            wrap(torch.autograd.profiler.emit_nvtx, "__exit__", _nothing)
-            replace(torch.cuda, "CUDAGraph", _NoGraph)
-            replace(dist, "is_nccl_available", _returning(True))
+            wrap(torch.autograd.profiler.emit_nvtx, "__exit__", lambda *_: None)
             replace(FakeTensor, "device", _said(FakeTensor.device))
             replace(DeviceMesh, "device_type", _type_said(DeviceMesh.device_type))
             for name in ("is_autocast_enabled", "get_autocast_dtype"):
@@ -139,258 +108,14 @@ def _is_recorded_here() -> bool:
     return (recording := recording_here()) is not None and not recording.log.calls.are_answered
 
 
-# Replacements of names
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """Does nothing."""
-
-
-class _NoGraph:
-    """Replacement of `torch.cuda.CUDAGraph`, which libraries use in annotations, too."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        raise UnsupportedOp("CUDA graphs are not foreseen: foresee the script without them, which shows the launches")
-
-
 def _begin_batch(size: int) -> None:
     if (recording := recording_here()) is not None:
         recording.log.begin_batch(size)
 
 
-def _returning(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
-
-
 def _without_kernels(_: Recording, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Makes a profiler of the host alone. torch would log an error for each operator, since it finds no GPU."""
     original(*args, **{**kwargs, "use_cpu": True, "use_device": None, "use_cuda": False})
-
-
-_SNAPSHOTS: dict[str, Any] = {
-    "_record_memory_history": _nothing,
-    "_dump_snapshot": _nothing,
-    "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},
-    "memory_snapshot": lambda *_, **__: [],
-}
-_SENSORS = {name: _returning(0) for name in ("temperature", "power_draw", "clock_rate", "memory_usage")}
-_RUNTIME = SimpleNamespace(cudaProfilerStart=_returning(0), cudaProfilerStop=_returning(0))
-"""Functions of CUDA's runtime that scripts call by themselves. 0 is success."""
-
-
-class _TensorType:
-    """Replacement of a type such as `torch.cuda.FloatTensor`: makes tensors of one dtype on the GPU."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, *args: Any, **_: Any) -> Tensor:
-        """Returns a tensor of a shape, or of the given values."""
-        if len(args) == 1 and not isinstance(args[0], int | torch.Size):
-            return torch.as_tensor(args[0], dtype=self.dtype, device="cuda")
-        return torch.empty(*args or (0,), dtype=self.dtype, device="cuda")
-
-    def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, FakeTensor) and value.dtype == self.dtype
-
-
-_TYPES = {
-    f"{name}Tensor": _TensorType(dtype)
-    for name, dtype in {
-        "Float": torch.float32,
-        "Double": torch.float64,
-        "Half": torch.float16,
-        "BFloat16": torch.bfloat16,
-        "Long": torch.int64,
-        "Int": torch.int32,
-        "Short": torch.int16,
-        "Char": torch.int8,
-        "Byte": torch.uint8,
-        "Bool": torch.bool,
-    }.items()
-}
-
-
-_STREAMS: dict[str, Any] = {
-    "Stream": streams.Stream,
-    "Event": streams.Event,
-    "current_stream": streams.current_stream,
-    "default_stream": streams.default_stream,
-    "set_stream": streams.set_stream,
-    "stream": streams.InStream,
-    "StreamContext": streams.InStream,
-    "synchronize": streams.synchronize,
-}
-
-
-def _random_state(*_: object) -> torch.Tensor:
-    with real_tensors():
-        return torch.zeros(16, dtype=torch.uint8)
-
-
-_RANDOM: dict[str, Any] = {
-    "manual_seed": _nothing,
-    "manual_seed_all": _nothing,
-    "seed": _nothing,
-    "seed_all": _nothing,
-    "initial_seed": _returning(0),
-    "get_rng_state": _random_state,
-    "get_rng_state_all": lambda: [_random_state()],
-    "set_rng_state": _nothing,
-    "set_rng_state_all": _nothing,
-}
-
-
-_GENERATOR = torch.Generator
-
-
-class _AnyGenerator(type(_GENERATOR)):  # type: ignore[misc]
-    """Metaclass by which generators from before the recording are instances of `torch.Generator`, too."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _GENERATOR)
-
-
-class _Generator(_GENERATOR, metaclass=_AnyGenerator):
-    """Replacement of `torch.Generator`: for a GPU it is a generator of the CPU, as tensors have no values."""
-
-    _device: torch.device
-
-    def __new__(cls, device: Any = "cpu") -> _Generator:
-        generator: _Generator = super().__new__(cls, mapped(device))  # type: ignore[call-arg]
-        generator._device = torch.device(device)
-        return generator
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Device that the program has asked for, which libraries compare with that of tensors."""
-        return self._device if asked_by_program(2) else torch.device("cpu")
-
-
-def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
-    properties = SimpleNamespace(
-        name=gpu.name,
-        major=gpu.capability[0],
-        minor=gpu.capability[1],
-        total_memory=gpu.memory_bytes,
-        multi_processor_count=gpu.num_multiprocessors,
-        warp_size=32,
-        is_integrated=False,
-        is_multi_gpu_board=False,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        # Bytes of a block: 227 KiB on Hopper, 163 KiB on Ampere.
-        shared_memory_per_block_optin=232448 if gpu.capability >= (9, 0) else 166912,
-        L2_cache_size=50 << 20,
-    )
-    return {
-        "is_available": _returning(True),
-        "is_initialized": _returning(True),
-        "init": _nothing,
-        "_lazy_init": _nothing,
-        "device_count": _returning(num_devices),
-        "default_generators": tuple(torch.Generator() for _ in range(num_devices)),
-        "current_device": _current_device,
-        "set_device": _set_device,
-        "device": _Device,
-        "get_device_name": _returning(gpu.name),
-        "get_device_capability": _returning(gpu.capability),
-        "get_device_properties": _returning(properties),
-        "get_arch_list": _returning([f"sm_{gpu.capability[0]}{gpu.capability[1]}"]),
-        "can_device_access_peer": _returning(True),
-        "is_bf16_supported": _returning(True),
-        "is_tf32_supported": _returning(True),
-        "is_current_stream_capturing": _returning(False),
-        "ipc_collect": _nothing,
-        "current_blas_handle": _returning(0),
-        "utilization": _returning(0),
-    }
-
-
-def _accelerator_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
-    return {
-        "is_available": _returning(True),
-        "device_count": _returning(num_devices),
-        "current_accelerator": _returning(torch.device("cuda")),
-        "current_device_index": _current_device,
-        "current_device_idx": _current_device,
-        "set_device_index": _set_device,
-        "set_device_idx": _set_device,
-        "device_index": _Device,
-        "get_device_capability": _returning({"capability": gpu.capability}),
-        "current_stream": streams.current_stream,
-        "set_stream": streams.set_stream,
-        "synchronize": streams.synchronize,
-    }
-
-
-def _current_device() -> int:
-    recording = recording_here()
-    return 0 if recording is None else recording.log.device
-
-
-def _set_device(device: Any) -> None:
-    if (recording := recording_here()) is not None:
-        number = torch.device(device).index if isinstance(device, str) else getattr(device, "index", device)
-        check_gpu(number)
-        recording.log.device = number or 0
-
-
-class _Device:
-    """Context in which another GPU is current, as `torch.cuda.device`."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-        self._outer = 0
-
-    def __enter__(self) -> None:
-        self._outer = _current_device()
-        if self._device is not None:
-            _set_device(self._device)
-
-    def __exit__(self, *_: object) -> None:
-        _set_device(self._outer)
-
-
-def _memory_names(gpu: Gpu) -> dict[str, Any]:
-    def of(read: Callable[[Recording], int]) -> Callable[..., int]:
-        return lambda *_, **__: 0 if (recording := recording_here()) is None else read(recording)
-
-    live, peak = of(lambda recording: recording.memory.num_bytes), of(lambda recording: recording.memory.peak)
-
-    def reset_peak(*_: object) -> None:
-        if (recording := recording_here()) is not None:
-            recording.memory.peak = recording.memory.num_bytes
-
-    def stats(*_: object) -> dict[str, int]:
-        names = {
-            "allocated_bytes": (live(), peak()),
-            "reserved_bytes": (peak(), peak()),
-            "active_bytes": (live(), peak()),
-        }
-        found = {f"{name}.all.{kind}": value for name, (now, most) in names.items()
-                 for kind, value in (("current", now), ("peak", most))}  # fmt: skip
-        return {**found, "num_alloc_retries": 0, "num_ooms": 0}
-
-    def free(*_: object) -> tuple[int, int]:
-        # The caching allocator keeps the memory that it once had.
-        return max(0, gpu.memory_bytes - peak()), gpu.memory_bytes
-
-    return {
-        "memory_allocated": live,
-        "max_memory_allocated": peak,
-        "memory_reserved": peak,
-        "max_memory_reserved": peak,
-        "memory_stats": stats,
-        "memory_summary": _returning(""),
-        "reset_peak_memory_stats": reset_peak,
-        "reset_max_memory_allocated": reset_peak,
-        "reset_accumulated_memory_stats": _nothing,
-        "empty_cache": _nothing,
-        "mem_get_info": free,
-        "get_memory_info": free,
-        "set_per_process_memory_fraction": _nothing,
-    }
 
 
 # Methods of torch that treat fake tensors on the CPU differently from tensors of a GPU
@@ -425,7 +150,7 @@ def _name_groups(
     if is_gpu(kwargs.get("device_type", args[0] if args else None)):
         recording.log.mesh_type = "cuda"
         if not recording.log.names_gpu:  # torch chooses the rank's own
-            _set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            set_device(int(os.environ.get("LOCAL_RANK", "0")))
     original(mesh, *args, **kwargs)
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
         if size == dist.get_world_size():

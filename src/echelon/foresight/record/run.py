@@ -28,8 +28,9 @@ from echelon.foresight.record.calls import Answers, Calls
 from echelon.foresight.record.communication import RecordedGroup
 from echelon.foresight.record.compiling import not_compiled
 from echelon.foresight.record.device import OnDevice, OnHost
-from echelon.foresight.record.device_names import Gpu, device_names
+from echelon.foresight.record.device_names import device_names
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
+from echelon.foresight.record.gpu_names import Gpu
 from echelon.foresight.record.here import Recording, recorded, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
