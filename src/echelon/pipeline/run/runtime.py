@@ -16,7 +16,7 @@ from echelon.pipeline.plan.action import Action, Handover
 from echelon.pipeline.plan.fuse import fused, split_stages
 from echelon.pipeline.plan.program import Program, check_program, lower
 from echelon.pipeline.plan.schedule import Schedule
-from echelon.pipeline.run.early_step import EarlySteps
+from echelon.pipeline.run.early_step import early_steps_refused
 from echelon.pipeline.run.interpreter import Interpreter, Loaded, forward_of
 from echelon.pipeline.run.loss import Activations, Memory, Meter
 from echelon.pipeline.run.step import Batch
@@ -139,7 +139,6 @@ class Runtime:
         self._group = group
         self.failures = Failures(group, replicas, self.forget)
         """Failure handling, for callers that run user code outside of a step too."""
-        self._early_steps = EarlySteps(stages)
         self._recomputed = frozenset(recomputed)
         for stage in stages:
             stage.recomputes = stage.index in self._recomputed
@@ -223,7 +222,7 @@ class Runtime:
         # Only the first training step is metered: hooks on saved tensors take some microseconds per layer.
         self._meter = self._meter_of(batch) if self._memory is None and not schedule.forward_only else None
         one = Interpreter(loaded, batch, self._stages, self._group, on_stage_done, self._meter)
-        with self.failures.told(lambda: one.current), self._early_steps.refused():
+        with self.failures.told(lambda: one.current), early_steps_refused(self._stages):
             one.run(until_backward=until_backward)
         if not until_backward:
             self._end(schedule)
@@ -235,7 +234,7 @@ class Runtime:
         Raises:
             PeerFailed, Timeout, NotFinite: as for `run`.
         """
-        with self.failures.told(lambda: one.current), self._early_steps.refused():
+        with self.failures.told(lambda: one.current), early_steps_refused(self._stages):
             one.run()
         self._end(schedule)
 
