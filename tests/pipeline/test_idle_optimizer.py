@@ -3,13 +3,16 @@
 import copy
 import gc
 import warnings
+import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import echelon
+from echelon.data_parallel.idle_optimizer import _watching
 from echelon.pipeline import Pipeline
 
 
@@ -122,19 +125,37 @@ def test_a_step_that_one_rank_skips_is_warned_of_once(run):
     assert run(without_overflow, 2) == run(of_echelon, 2) == [[], []]
 
 
-def hooks_after(group):
-    """The hook is taken back once an optimizer has changed a parameter, and with the pipeline."""
+def watches_after(group):
+    """A watch ends once an optimizer has changed a parameter, and with the pipeline."""
     pipe = pipeline_of(layers(group), group)
-    stop = pipe._idle_optimizer._stop
-    begun = stop.alive
+    watch = pipe._idle_optimizer
+    begun = watch in _watching
     train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), steps=3)
-    unused = pipeline_of(layers(group), group)
-    stop_unused = unused._idle_optimizer._stop
-    assert stop_unused.alive
-    del unused
+    unused = weakref.ref(pipeline_of(layers(group), group)._idle_optimizer)
     gc.collect()
-    return begun, stop.alive, stop_unused.alive
+    return begun, watch in _watching, unused() is not None
 
 
 def test_watching_ends(run):
-    assert run(hooks_after, 2) == [(True, False, False)] * 2
+    assert run(watches_after, 2) == [(True, False, False)] * 2
+
+
+def wrapped_in_a_hook(group):
+    """Makes and frees a pipeline and a DDP while torch iterates over the hooks of all optimizers."""
+
+    def make(*_):
+        pipeline_of(layers(group), group)
+        echelon.DDP(nn.Linear(1, 1), group)
+        gc.collect()
+
+    hook = register_optimizer_step_post_hook(make)
+    try:
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    finally:
+        hook.remove()
+    return True
+
+
+def test_hooks_of_optimizers_may_wrap_models():
+    """Each watch had a global hook of its own: torch failed, as it did if one was freed at such a moment."""
+    assert echelon.simulate(wrapped_in_a_hook, 1).results == [True]

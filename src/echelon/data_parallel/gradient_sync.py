@@ -15,7 +15,6 @@ the module other parameters for a call. All ranks then plan anew before the firs
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -362,7 +361,6 @@ class GradientSync:
             synchronize_buffers(list(self.module.buffers()), self._buffers_are, group, src, self._bucket_mb)
 
     def _hook_parameters(self, watched: ParamSnapshot) -> Iterator[RemovableHandle]:
-        _watch_optimizers()
         # The second hook per parameter is only for rounded gradients, which autograd must not add to.
         is_wide = self.hook is not None and self.hook.dtype is not None
         for index, (_, parameter) in enumerate(watched.trainable):
@@ -396,12 +394,6 @@ def take_over(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
                     f"the gradient of parameter {name!r} is reduced by another DistributedDataParallel already: wrap "
                     "each module once, or del the other wrapper first"
                 )
-
-
-# Cached: one hook for all optimizers of the process, registered once. It finds the wrappers through the parameters.
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -541,3 +533,8 @@ def _leaves_of(value: Any) -> Iterator[Any]:
             yield from _leaves_of(item)
     else:
         yield value
+
+
+# One hook for all optimizers of the process, which finds the wrappers through the parameters. Once, and for good: torch
+# iterates over its global hooks, so one that comes or goes meanwhile is an error.
+register_optimizer_step_post_hook(_after_step)

@@ -23,6 +23,10 @@ OF_STAGES = (
 )
 
 
+_watching: weakref.WeakSet[IdleOptimizer] = weakref.WeakSet()
+"""Watches that are not over, of this process: of several ranks, if they are simulated."""
+
+
 class IdleOptimizer:
     """Watch for an optimizer that does not have the parameters of this rank.
 
@@ -52,14 +56,7 @@ class IdleOptimizer:
         """Class name of an optimizer that made a step without gradients."""
         self.has_warned = False
         """Whether this rank has given the warning."""
-        # The hook is global. With a weak reference it does not keep the watch alive, and goes with it.
-        watch = weakref.ref(self)
-
-        def after_step(optimizer: Optimizer, *_: Any) -> None:
-            if not torch.compiler.is_compiling() and (watching := watch()):
-                watching._note(optimizer)
-
-        self._stop = weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        _watching.add(self)
 
     def check(self) -> None:
         """Warns if an optimizer has made a step without gradients since the first call.
@@ -73,7 +70,7 @@ class IdleOptimizer:
             self._is_done = self.has_warned = True
             warn(self._text.format(optimizer=self._idle))
         if self._is_over():
-            self._stop()  # not in `_note`, since torch iterates over its hooks while that runs
+            _watching.discard(self)
 
     def _is_over(self) -> bool:
         return self._is_done and (self._missing_zero_grad is None or self._missing_zero_grad.is_done)
@@ -89,3 +86,14 @@ class IdleOptimizer:
                 self._missing_zero_grad.on_step()
         elif self._has_begun and not self._is_done and all(each.grad is None for each in stepped):
             self._idle = type(optimizer).__name__
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for watch in list(_watching):
+        watch._note(optimizer)
+
+
+# Once, and for good: torch iterates over its global hooks, so one that comes or goes meanwhile is an error.
+register_optimizer_step_post_hook(_after_step)
