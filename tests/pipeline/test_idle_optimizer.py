@@ -148,11 +148,13 @@ def wrapped_in_a_hook(group):
         echelon.DDP(nn.Linear(1, 1), group)
         gc.collect()
 
-    hook = register_optimizer_step_post_hook(make)
+    # torch notices a change when it goes on to the next hook.
+    hooks = [register_optimizer_step_post_hook(hook) for hook in (make, lambda *_: None)]
     try:
         torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     return True
 
 
