@@ -402,3 +402,16 @@ def test_communication_of_a_backward_belongs_to_a_module(program, modules):
     assert [trace.modules[each.module] for each in found] == modules
     shown = [each for names in seen.played.exposed_modules.values() for each in names]
     assert re.sub(r"\d", "*", modules[-1]) in shown
+
+
+def numbered_cpu():
+    plain = torch.ones(4, 4)
+    moved = plain.to("cpu:0")
+    made = torch.zeros_like(plain, device=torch.device("cpu", 0))
+    assert [each.device for each in (moved, made, plain + moved + made)] == [torch.device("cpu")] * 3
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "h100"])
+def test_a_tensor_on_the_cpu_has_no_number(gpu):
+    """A real one says cpu. Hugging Face's Trainer compares its device with that of a tensor that it has moved."""
+    foresee(numbered_cpu, 1, gpu=gpu)

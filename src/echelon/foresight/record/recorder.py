@@ -45,6 +45,9 @@ _FOLDERS_ON_HOST = tuple(os.path.join(os.sep, "torch", *parts, "") for parts in 
 _REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 """File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
 _DEVICE_OF = torch.ops.prim.device.default
+_CPU = torch.device("cpu")
+_NUMBERED = frozenset({torch.device("cpu", 0)})
+"""Devices that a real tensor says to be on the CPU. A fake one would keep the number, and differ from other tensors."""
 _INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
 _OWN_ON_HOST = tuple(
     os.path.join(os.sep, "echelon", *parts)
@@ -120,6 +123,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             raise self._unknown(str(func))
         kwargs = kwargs or {}
+        if kwargs.get("device") in _NUMBERED:
+            kwargs = {**kwargs, "device": _CPU}
         facts = operator(func)
         inputs = list(tensors_in(args))
         inputs += tensors_in(kwargs.values()) if kwargs else ()
