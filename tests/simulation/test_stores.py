@@ -15,7 +15,7 @@ from echelon.errors import Timeout
 
 def test_the_timeout_of_a_wait_is_not_prolonged_by_other_keys():
     def program(group):
-        store = dist.TCPStore("localhost", 29500, 2)
+        store = dist.TCPStore("localhost", 29500, 2, group.rank == 0)
         if group.rank == 0:
             with suppress(dist.DistStoreError):
                 store.wait(["never"], timedelta(seconds=1))
@@ -30,8 +30,8 @@ def test_the_timeout_of_a_wait_is_not_prolonged_by_other_keys():
 
 
 def test_a_store_has_the_keys_of_the_program_alone():
-    def program():
-        store = dist.TCPStore("localhost", 29500, 2)
+    def program(group):
+        store = dist.TCPStore("localhost", 29500, 2, group.rank == 0)
         num_keys = store.num_keys()
         # Echelon counted the ranks under this key once: a rank that still waited for the other read this value.
         store.set("workers", "none")
@@ -159,7 +159,7 @@ def test_a_loop_that_polls_a_store_for_ever_is_a_deadlock():
 
     def program():
         dist.init_process_group("gloo")
-        store = dist.TCPStore("localhost", 29600, 2)
+        store = dist.TCPStore("localhost", 29600, 2, dist.get_rank() == 0)
         while store.add("never", 0) == 0:
             pass
 
@@ -172,7 +172,7 @@ def test_looks_between_other_acts_are_no_loop():
 
     def program():
         dist.init_process_group("gloo")
-        store = dist.TCPStore("localhost", 29600, 2)
+        store = dist.TCPStore("localhost", 29600, 2, dist.get_rank() == 0)
         for number in range(150):
             if dist.get_rank() == 0:
                 store.check([f"from 1, {number}"])
@@ -216,7 +216,7 @@ def test_the_class_of_a_store_stays_a_class():
         def key_of(store: dist.TCPStore | None) -> bytes:
             return store.get("key")
 
-        store = dist.TCPStore("localhost", 29600)
+        store = dist.TCPStore("localhost", 29600, 1, True)
         store.set("key", "1")
         with pytest.raises(TypeError, match="incompatible constructor arguments"):
             dist.TCPStore("localhost", 29600, no_such=1)
@@ -225,3 +225,32 @@ def test_the_class_of_a_store_stays_a_class():
         return key_of(store.clone()), isinstance(store.clone(), dist.TCPStore)
 
     assert echelon.simulate(program, 1).results == [(b"1", True)]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_store_that_no_rank_serves_is_told(waits):
+    """torch tries to connect until its timeout. Such ranks went on with a store of their own."""
+
+    def program():
+        store = dist.TCPStore("localhost", 29600, is_master=False)
+        if waits:
+            store.wait(["key"])
+
+    place = (
+        r"rank \d opened TCPStore\('localhost', 29600\) at .*test_stores.py:\d+.*, which no rank serves: open it with"
+    )
+    with pytest.raises(echelon.DeadlockError, match=place):
+        echelon.simulate(program, 2)
+
+
+def test_a_client_may_be_the_first_to_open_a_store():
+    def program(group):
+        if group.rank == 0:
+            group.recv(1)  # the client is first
+        else:
+            group.isend(torch.ones(1), 0)
+        store = dist.TCPStore("localhost", 29600, is_master=group.rank == 0, wait_for_workers=False)
+        store.set(str(group.rank), "here")
+        return store.get(str(1 - group.rank))
+
+    assert echelon.simulate(program, 2, seed=3).results == [b"here", b"here"]

@@ -422,7 +422,7 @@ class _Run:
             return None
         if self._tell_of_disagreement():
             return None
-        return explain(world, tasks, self.torch.missing_divisions())
+        return explain(world, tasks, self.torch.mistake())
 
     def _tell_of_disagreement(self) -> bool:
         """Fails a collective that two ranks called differently, on all ranks. True if there was one."""

@@ -31,7 +31,7 @@ from echelon._torch_private.distributed import (
 from echelon._torch_private.tensors import real_tensors
 from echelon.arguments import choices
 from echelon.call_site import Place, calling_place, source_of
-from echelon.errors import CollectiveMismatch, InvalidArgument, LaunchError, UnsupportedOp
+from echelon.errors import CollectiveMismatch, DeadlockError, InvalidArgument, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.simulation.backend import VirtualBackend, VirtualLanes
 from echelon.simulation.boundary import StoreWait
@@ -96,6 +96,8 @@ class TorchDistributed:
         """Number of the last store that a rank has opened, by rank and port."""
         self._num_served: defaultdict[int, int] = defaultdict(int)
         """Number of the last store that a rank serves, by port."""
+        self._clients: dict[tuple[int, int], str] = {}
+        """First rank that has opened a store without serving it, and where, by the store's port and number."""
         self._num_chosen_ports = 0
         self._waiting: list[StoreWait] = []
         # torch's C++ keeps only its own half of a store, which calls methods of this one.
@@ -241,10 +243,22 @@ class TorchDistributed:
             f"{source_of(first.place)}: every rank must call it, also if it is not in the group"
         )
 
-    def missed(self) -> CollectiveMismatch | None:
-        """Returns the error for a call of `new_group` that a rank left out, though no other rank waited for it."""
-        missing = "" if self._world.faults.faults else self.missing_divisions()
-        return CollectiveMismatch(missing) if missing else None
+    def mistake(self) -> str:
+        """Returns a mistake that may be the cause of a deadlock. Empty if none is known."""
+        return self.missing_divisions() or self._unserved()
+
+    def missed(self) -> CollectiveMismatch | DeadlockError | None:
+        """Returns the error for a call that no rank waited for: a `new_group` left out, a store that nobody serves."""
+        if self._world.faults.faults:
+            return None
+        if missing := self.missing_divisions():
+            return CollectiveMismatch(missing)
+        return DeadlockError(unserved) if (unserved := self._unserved()) else None
+
+    def _unserved(self) -> str:
+        """Returns which store no rank serves. Empty if there is none."""
+        lost = (text for (port, number), text in self._clients.items() if number > self._num_served[port])
+        return next((f"{text}, which no rank serves: open it with is_master=True on one rank" for text in lost), "")
 
     def _here(self) -> ProcessGroup:
         """Returns the group of all ranks, on the calling rank.
@@ -277,6 +291,9 @@ class TorchDistributed:
         self._num_opened[rank, port] = max(self._num_opened[rank, port], number)
         if is_master:
             self._num_served[port] = number
+        elif self._backend is None:
+            opener = f"rank {rank} opened TCPStore({host_name!r}, {port}) at {source_of(calling_place())}"
+            self._clients.setdefault((port, number), opener)
         opened = port, number
         store = self._store(TCPStore, opened, timeout, host=host_name, port=port, libuvBackend=True)
         if world_size is not None and waits and self._backend is None:
