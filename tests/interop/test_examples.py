@@ -12,6 +12,10 @@ N = 2
 
 
 def run_script(group, name, folder):
+    if name == "train_accelerate":
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)  # a process of the pool may have been in a larger world
     with launched(group):
         return run_example_as_rank(group, f"interop/{name}.py", folder)
 
