@@ -127,8 +127,8 @@ MUTATIONS = [
     Mutation(
         "a tick loaded relaxed while spinning",
         "waiting.c",
-        "PAUSE();\n        if (LOAD(word, ACQUIRE) >= level)",
-        "PAUSE();\n        if (LOAD(word, RELAXED) >= level)",
+        "PAUSE();\n            if (LOAD(word, ACQUIRE) >= level)",
+        "PAUSE();\n            if (LOAD(word, RELAXED) >= level)",
         "all-reduces",
     ),
     Mutation(
@@ -468,6 +468,19 @@ MUTATIONS = [
 ]
 
 
+def test_the_mutations_fit_the_source():
+    """Most of them are compiled and played by the slow tests alone."""
+    for mutation in MUTATIONS:
+        mutated((FOLDER / mutation.file).read_text(), mutation)
+
+
+def mutated(text, mutation):
+    for old, new in ((mutation.old, mutation.new), (mutation.also_old, mutation.also_new)):
+        assert not old or text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {mutation.file}"
+        text = text.replace(old, new) if old else text
+    return text
+
+
 @pytest.mark.parametrize(
     "mutation",
     [
@@ -478,11 +491,7 @@ MUTATIONS = [
 def test_each_mutation_is_found(mutation, tmp_path):
     folder = tmp_path / "native"
     shutil.copytree(FOLDER, folder)
-    text = (folder / mutation.file).read_text()
-    for old, new in ((mutation.old, mutation.new), (mutation.also_old, mutation.also_new)):
-        assert not old or text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {mutation.file}"
-        text = text.replace(old, new) if old else text
-    (folder / mutation.file).write_text(text)
+    (folder / mutation.file).write_text(mutated((folder / mutation.file).read_text(), mutation))
     path = compile_explored(tmp_path, folder)
     exit_code = in_child(lambda: any(fails(path, mutation.scenario, seed) for seed in range(_MOST_SEEDS)))
     assert exit_code != NOT_FOUND, "nothing goes wrong"
