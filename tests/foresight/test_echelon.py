@@ -1,5 +1,6 @@
 """Programs written for Echelon itself, foreseen."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -271,3 +272,22 @@ def test_ranks_refuse_fake_tensors_afterwards():
     assert torch.cuda.default_generators is generators
     with torch._subclasses.FakeTensorMode(), pytest.raises(UnsupportedOp):
         check_values(torch.ones(1), "a test")
+
+
+def on_its_device(**options):
+    group = echelon.init(**options)
+    local = int(os.environ["LOCAL_RANK"])
+    assert (group.device, torch.cuda.current_device()) == (torch.device("cuda", local), local)
+    model = echelon.DDP(nn.Linear(8, 8).to(group.device), group)
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        batch, target = torch.randn(4, 8), torch.randint(8, (4,))
+        nn.functional.cross_entropy(model(batch.to(group.device)), target.to(group.device)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cuda"}, {"backend": "nccl"}])
+def test_the_device_of_a_group_is_the_gpu_of_the_rank(options):
+    """It was the CPU, so a batch that the script moves to it stayed on the host, and the step failed."""
+    seen = echelon.foresee(lambda: on_its_device(**options), 16, gpu="h100", hosts=2)
+    assert seen.step_seconds > 0

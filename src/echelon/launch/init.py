@@ -174,7 +174,7 @@ def init(
         timeout = check_default_timeout(timeout, LaunchError)
         provided = _provided.get()
         if provided is not None:
-            return _accept(provided, backend)  # its owner closes it, not the end of the program
+            return _accept(provided, backend, device)  # its owner closes it, not the end of the program
         group, tells = _open(backend, timeout, device)
     if tells:
         end_with_program(group)
@@ -231,13 +231,18 @@ def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ..
     return recorder.records() if recorder is not None else ()
 
 
-def _accept(provided: ProcessGroup, backend: str) -> ProcessGroup:
+def _accept(provided: ProcessGroup, backend: str, device: str) -> ProcessGroup:
     environment.read_backend({}, backend)  # a name that no backend has
     # Simulated ranks stand for ranks of any backend, so that a program need not be changed for them.
     if backend not in ("auto", provided.backend.name) and provided.backend.name != "simulated":
         raise LaunchError(
             f"backend={backend!r}: this rank was started with {provided.backend.name!r}: use 'auto' to accept any"
         )
+    if provided.device.type == "cuda":
+        if device == "cpu":
+            provided.backend.device = torch.device("cpu")
+        else:
+            torch.cuda.set_device(provided.device)
     return provided
 
 

@@ -367,6 +367,9 @@ class _Run:
         world_size = len(self._request.hosts)
         backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)
         self._backends.append(backend)
+        if self._request.gpu is not None:
+            hosts = self._request.hosts
+            backend.device = torch.device("cuda", hosts[:rank].count(hosts[rank]))
         group = ProcessGroup(backend)
         try:
             backend.begin()
