@@ -551,14 +551,14 @@ class Pipeline:
                 unread = {microbatch: loss for microbatch, loss in batch.losses.items() if not is_here(loss)}
                 check_finite(unread, "gradients of it were added: set them to None before you go on")
                 assert batch.scale is not None
-                loss = torch.stack(
-                    [batch.losses[index] * batch.scale.factor(index) for index in range(self.num_microbatches)]
-                ).sum()
+                losses = [batch.losses[index] * batch.scale.factor(index) for index in range(self.num_microbatches)]
+                loss = torch.stack(losses).sum()
                 if self._data_parallel is not None:
                     self._data_parallel.all_reduce(loss)  # a sum: factors are shares of the batch of all replicas
         told = tell(self._group, self.schedule, times, batch, loss, self._runtime.activations)
         self._times, self._activations = told.times, told.activations
         self._uneven_steps.compare(told.stepped, self.parameters())
+        self._weights.watch_clipping()
         return told.loss
 
     def _tell_metrics(self, batch: Batch) -> dict[str, float]:

@@ -19,6 +19,7 @@ from echelon.data_parallel.reducer import GradientReducer
 from echelon.errors import InvalidArgument, NotFinite, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.ties import TiedWeights
+from echelon.pipeline.run.clipped_alone import ClippedAlone
 from echelon.pipeline.stage.stage import Stage
 
 
@@ -194,6 +195,12 @@ class Weights:
         self._stages = stages
         self._ties = ties
         self._group = group
+        self._clipped_alone = ClippedAlone(group.rank, stages) if group.world_size > 1 else None
+
+    def watch_clipping(self) -> None:
+        """Warns, in the next step of an optimizer, if gradients were clipped by the norm of these stages alone."""
+        if self._clipped_alone is not None:
+            self._clipped_alone.on_step()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields this rank's parameters, each once, under their names in the unsplit model."""
@@ -275,6 +282,8 @@ class Weights:
         if not isinstance(norm_type, Real | str):
             raise InvalidArgument(f"norm_type={shown(norm_type)}: give a number above 0, or inf")
         norm = self._norm(float(norm_type))
+        if self._clipped_alone is not None:
+            self._clipped_alone.end()
         if error_if_nonfinite and not norm.isfinite():
             raise NotFinite(
                 f"the norm of all gradients is {norm.item()}: leave this step out, or lower the learning rate; nothing "
