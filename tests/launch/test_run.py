@@ -665,6 +665,17 @@ def test_a_script_for_gpus_without_a_group_comes_with_advice(script, error, advi
     assert last.endswith(", or run the script for GPUs that are not there by echelon foresee")
 
 
+@pytest.mark.parametrize(
+    "words", ["553] Connection closed by peer [127.0.0.1]:1", "537] Read error [127.0.0.1]:1: Connection reset by peer"]
+)
+def test_a_gloo_script_whose_peer_has_left_comes_with_advice(script, words):
+    text = f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{words}"
+    path = script(f"import os\nif os.environ['RANK'] == '1': raise RuntimeError({text!r})")
+    *_, last = run(2, path).err.splitlines()
+    assert last.startswith("echelon: rank 1 exited with status 1: RuntimeError: ")
+    assert ": a peer has ended or left: echelon simulate -n N script.py names the line" in last
+
+
 def test_the_last_words_of_a_stream_are_the_exception_or_the_last_line():
     def words(text):
         stream = MarkedStream(1, io.BytesIO())

@@ -16,6 +16,7 @@ from types import FrameType, ModuleType
 from typing import Any, cast
 
 from echelon.arguments import missing_arguments, no_argument
+from echelon.call_site import is_own
 from echelon.errors import message_of
 from echelon.hint import Hint
 
@@ -42,6 +43,8 @@ _ON_TORCH = {
     "distributed collective mismatch": "ranks have called different collectives: run the script by echelon "
     "simulate, which names both lines",
     "Unknown backend type echelon": "import echelon.interop.torch_distributed first, which registers it",
+    "gloo/transport/tcp/pair.cc": "a peer has ended or left: echelon simulate -n N script.py names the line, and so "
+    "does init_process_group('echelon') after import echelon.interop.torch_distributed",
 }
 """Advice by a part of the error's text, for programs without a group of Echelon, too."""
 _ON_TEXTS = {
@@ -65,7 +68,13 @@ _ON_TEXTS = {
 """Advice by a part of the error's text."""
 _HAS_NO_GRAPH = "does not require grad and does not have a grad_fn"
 _AFTER_STEP = (
-    "if this is the loss of a Pipeline's step(), step() has run the backward already: call optimizer.step() next"
+    "if this is the loss of a Pipeline's step(), step() has run the backward already: remove this backward() and call "
+    "optimizer.step() next"
+)
+_HAS_NO_DEFAULT = "Default process group has not been initialized"
+_NOT_OF_TORCH = (
+    "a group of Echelon is none of torch.distributed: use group.rank, group.world_size and its other calls, or in "
+    "place of echelon.init() import echelon.interop.torch_distributed and call init_process_group('echelon')"
 )
 _NOT_LAST = (
     "if this is the result of a Pipeline's forward(), only the rank of the last stage has it: use it under "
@@ -79,6 +88,9 @@ _ON_CALLED = {
     "dualpipe_v": "write schedules.build('dualpipe-v', num_ranks, num_microbatches)",
 }
 """Advice on calls of values and of modules, by the name of the attribute."""
+_PIPELINE = ("echelon.pipeline.run.pipeline", "Pipeline")
+_GROUP = ("echelon.group.group", "ProcessGroup")
+"""Classes by module and name: both modules need torch."""
 _UNCALLED = ("'int'", "'torch.device'", "'module'", "'_Watched'")  # the last is a module, for simulated ranks
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
@@ -118,9 +130,11 @@ def advise(error: BaseException) -> None:
     text = message_of(error)
     advice = next((advice for part, advice in _ON_TEXTS.items() if part in text), "")
     if "NoneType" in text and isinstance(error, TypeError | AttributeError) and not advice:
-        advice = _NOT_LAST if any(not pipe.is_last for pipe in _pipelines(error)) else ""
-    if _HAS_NO_GRAPH in text and next(_pipelines(error), None) is not None:
+        advice = _NOT_LAST if any(not pipe.is_last for pipe in _values(error, *_PIPELINE)) else ""
+    if _HAS_NO_GRAPH in text and any(_values(error, *_PIPELINE)):
         advice = _AFTER_STEP
+    if _HAS_NO_DEFAULT in text and any(_values(error, *_GROUP)):
+        advice = _NOT_OF_TORCH
     if type(error) is TypeError and not advice:
         advice = _on_called(error) if text.endswith("object is not callable") else _on_call(text)
     # A class of the program may refuse notes, and its error must still be reported.
@@ -158,15 +172,26 @@ def _is_of_program(frame: FrameType, name: object) -> bool:
     return not of.startswith("echelon")
 
 
-def _pipelines(error: BaseException) -> Iterator[Any]:
-    """Yields the pipelines among the variables of the functions in which an error was raised."""
-    module = sys.modules.get("echelon.pipeline.run.pipeline")  # which needs torch
-    if module is None:
+def _values(error: BaseException, module: str, name: str) -> Iterator[Any]:
+    """Yields values of a class: variables of the program's functions that raised an error, and attributes of self.
+
+    Args:
+        error: the error.
+        module: the module of the class. No values if it was not imported.
+        name: the class.
+    """
+    wanted = getattr(sys.modules.get(module), name, None)
+    if wanted is None:
         return
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        if is_own(frame.f_code.co_filename):  # the frames that start a simulated rank hold its group
+            continue
+        of_self: dict[str, Any] = {}
+        with suppress(Exception):  # of a class with slots, or without self
+            of_self = object.__getattribute__(frame.f_locals["self"], "__dict__")
         # Not isinstance, which asks values of the user for their class.
-        for value in (*frame.f_globals.values(), *frame.f_locals.values()):
-            if type(value) is module.Pipeline:
+        for value in (*frame.f_globals.values(), *frame.f_locals.values(), *of_self.values()):
+            if type(value) is wanted:
                 yield value
 
 
