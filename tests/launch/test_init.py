@@ -70,6 +70,14 @@ def test_a_program_that_was_started_alone_is_a_world_of_one(alone):
         assert (group.rank, group.world_size, group.timeout) == (0, 1, 5)
 
 
+def test_an_error_of_a_program_that_was_started_alone_comes_with_advice(alone, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with echelon.init() as group, pytest.raises(TypeError) as caught:
+        group.rank()
+    sys.excepthook(TypeError, caught.value, caught.value.__traceback__)
+    assert capsys.readouterr().err.splitlines()[-1] == "rank is a value: write group.rank without ()"
+
+
 def test_a_group_that_is_provided_is_returned(alone):
     with echelon.init() as group:
         with init_module.provide(group):

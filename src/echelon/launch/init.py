@@ -32,7 +32,7 @@ from echelon.launch import environment
 from echelon.launch.backends import OPENERS
 from echelon.launch.environment import Environment
 from echelon.launch.interface import with_local_address
-from echelon.launch.report import ExitWatch, report_uncaught, reported_start, watch_exit
+from echelon.launch.report import ExitWatch, advise_on_uncaught, report_uncaught, reported_start, watch_exit
 from echelon.launch.secret_file import SecretFile
 from echelon.launch.torch_store import connect_default_group, connect_elastic
 from echelon.launch.tuned import agreed_table
@@ -178,6 +178,8 @@ def init(
         group, tells = _open(backend, timeout, device)
     if tells:
         end_with_program(group)
+    else:
+        advise_on_uncaught()
     _opened.append(weakref.ref(group))
     group.when_closed(_opened.clear)
     return group

@@ -360,6 +360,11 @@ def report_uncaught(group: ProcessGroup) -> Callable[[], None]:
     return forget
 
 
+def advise_on_uncaught() -> None:
+    """Makes an uncaught exception of this process get a note of advice if it is known. For a world of one rank."""
+    _installed()
+
+
 def _installed() -> _Hook:
     """Returns the excepthook of this process, and installs it first if there is none."""
     # A forked child inherits its parent's hook, which belongs to the parent's rank.
