@@ -99,6 +99,8 @@ def named(value: object) -> str:
 def choices(name: object, names: Iterable[str], otherwise: str = "use one of") -> str:
     """Returns the end of an error about an unknown name: the closest known name, if any, then all names.
 
+    Several names that begin with the unknown one are all close.
+
     Args:
         name: the unknown name, of any type.
         names: all known names.
@@ -106,8 +108,10 @@ def choices(name: object, names: Iterable[str], otherwise: str = "use one of") -
     """
     by_lower = {each.lower(): each for each in names}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []
+    begun = [each for each in by_lower if each.startswith(name.lower())] if isinstance(name, str) and near else []
+    meant = " or ".join(by_lower[each] for each in (begun if len(begun) > 1 else near))
     listed = ", ".join(by_lower.values())
-    return f"did you mean {by_lower[near[0]]}? There are {listed}" if near else f"{otherwise} {listed}"
+    return f"did you mean {meant}? There are {listed}" if meant else f"{otherwise} {listed}"
 
 
 def no_attribute(owner: str, name: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> AttributeError:

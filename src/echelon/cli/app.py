@@ -162,6 +162,7 @@ def _unknown_option(error: Any) -> str:
     if error.ctx.command.name == "run" and (advice := _OF_CLUSTERS.get(name)):
         return f"No such option: {name}; {advice}"
     other = _OF_OTHER_LAUNCHERS.get(name, "")
+    other = "-r" if other == "-n" and "-r" in known else other  # as the pages write it for plans
     if other in known:
         return f"No such option: {name}; did you mean {other}?"
     near = difflib.get_close_matches(name, known, n=1)
@@ -231,6 +232,20 @@ def _bad_number(error: Any, words: Sequence[str]) -> str:
     return ""
 
 
+def _bare_sizes(error: Any, words: Sequence[str]) -> str:
+    """Returns an error text for sizes of a plan without their options, as in plan 1f1b 4 8. Empty for other errors."""
+    told = error.format_message()
+    if words[:1] != ["plan"] or not told.startswith("Got unexpected extra argument"):
+        return ""
+    extra = told.rpartition("(")[2].rstrip(".)").split()
+    sizes = [("-r", "-n", "--num-ranks"), *[("-m", "--num-microbatches")] * (not is_asked_for(words))]
+    missing = [option for option, *others in sizes if not {option, *others} & set(words)]
+    if len(extra) > len(missing) or not all(map(str.isdecimal, extra)) or {"--search", "--compare"} & set(words):
+        return ""
+    written = " ".join(f"{option} {size}" for option, size in zip(missing, [*extra, "16"], strict=False))
+    return f"{' and '.join(extra)} {'has' if len(extra) == 1 else 'have'} no place here: write {written}"
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -260,7 +275,7 @@ def run_app(arguments: Sequence[str]) -> int:
         return 2 if isinstance(error, ValueError | FileError) else 1
     except _UsageError as error:
         message = _unknown_option(error) or _unknown_command(error, arguments) or _bad_number(error, arguments)
-        message = message or error.format_message().rstrip(".")
+        message = message or _bare_sizes(error, arguments) or error.format_message().rstrip(".")
         of_command = _command_of(error, arguments) + " all-reduce" * is_asked_for(arguments)
         see = " See" if message.endswith("?") else ": see"
         print(f"echelon: {message}{see} `{of_command} --help`", file=sys.stderr)
