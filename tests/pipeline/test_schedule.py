@@ -171,7 +171,7 @@ def test_sizes_that_cannot_be(arguments, message):
             {"placement": (0, 2)},
             "but there are orders for 2 ranks: place it on ranks 0 and 1",
         ),
-        ({"orders": (("0F0",), ())}, "a value that is not a step"),
+        ({"orders": ((Action(0, "F", 0),), (Action(1, "F", 0), 3))}, r"step 1 of rank 1 is 3 \(int\): give Action"),
     ],
 )
 def test_values_that_do_not_fit_together(changes, message):

@@ -190,7 +190,8 @@ class DistributedDataParallel(ModuleProxy):
 
         Raises:
             CollectiveMismatch: on every rank, if names, shapes or dtypes of the model or the options differ.
-            InvalidArgument: `module` is no module instance, there is no group, or an option has an unknown value.
+            InvalidArgument: `module` is no module instance or torch's own wrapper, there is no group, or an option has
+                an unknown value.
             UnsupportedOp: a parameter or buffer that the group's backend cannot send, or that has no shape yet or no
                 memory of its own, such as a DTensor; a parameter that another living wrapper reduces, which has not
                 failed; or no parameter requires a gradient.
@@ -199,6 +200,11 @@ class DistributedDataParallel(ModuleProxy):
         _refuse(of_torch)
         group = given_or_current(group)
         check_module(module)
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise InvalidArgument(
+                "module is torch's DistributedDataParallel, which reduces gradients, too: pass the module itself, as "
+                "DDP(ddp.module, group)"
+            )
         _check_choice("buffers", buffers, get_args(Buffers))
         _check_choice("average", average, get_args(Average))
         if not isinstance(hook, GradientHook | None):

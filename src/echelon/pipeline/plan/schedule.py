@@ -64,11 +64,20 @@ class Schedule:
                 raise ScheduleError(f"{name} is {named(value)}: give {advice}")
         object.__setattr__(self, "placement", tuple(self.placement))
         for rank, order in enumerate(self.orders):
+            if isinstance(order, str):
+                raise ScheduleError(
+                    f"the order of rank {rank} is text: give a list of its steps, or read text by Schedule.from_text"
+                )
             if not isinstance(order, Iterable):
                 raise ScheduleError(f"the order of rank {rank} is {named(order)}: give a list of its steps")
         object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
-        if not all(set(map(type, order)) <= {Action, Overlapped} for order in self.orders):
-            raise ScheduleError("an order holds a value that is not a step: give Action and Overlapped values")
+        for rank, order in enumerate(self.orders):
+            if not set(map(type, order)) <= {Action, Overlapped}:
+                at, step = next(each for each in enumerate(order) if type(each[1]) not in (Action, Overlapped))
+                from_text = ", or read text by Schedule.from_text" if isinstance(step, str) else ""
+                raise ScheduleError(
+                    f"step {at} of rank {rank} is {named(step)}: give Action and Overlapped values{from_text}"
+                )
         if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
             raise ScheduleError(f"num_microbatches={shown(self.num_microbatches)}: a schedule needs at least 1")
         if not self.orders or not self.placement:

@@ -90,8 +90,8 @@ class Pipeline:
     """
 
     @refuse_others(
-        loss="loss_fn",
-        criterion="loss_fn",
+        **dict.fromkeys(("loss", "criterion"), "loss_fn"),
+        **dict.fromkeys(("split_spec", "split_points"), "at"),
         mesh="group",
         chunks=" num_microbatches is the number of parts of a batch, num_chunks that of stages per rank",
         num_stages=" it is the number of ranks times num_chunks, so give that",
