@@ -117,6 +117,13 @@ def test_errors_of_other_objects_get_no_advice_on_groups():
     assert "call the method, as in with ddp.no_sync():" in report.describe(0, caught.value).traceback
 
 
+def test_a_rank_that_holds_no_group_of_echelon_gets_no_advice_on_it():
+    """The frames that start a simulated rank hold its group."""
+    with pytest.raises(ValueError, match="Default process group has not been") as caught:
+        echelon.simulate(lambda: torch.distributed.get_rank(), 2)
+    assert not any("a group of Echelon" in note for note in caught.value.__notes__)
+
+
 class WithoutNotes(Exception):
     """Error of a program whose notes are no list."""
 
