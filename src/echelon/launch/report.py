@@ -361,7 +361,7 @@ def report_uncaught(group: ProcessGroup) -> Callable[[], None]:
 
 
 def advise_on_uncaught() -> None:
-    """Makes an uncaught exception of this process get a note of advice if it is known. For a world of one rank."""
+    """Has a known exception that nobody catches get a note of advice. For a rank without a launcher."""
     _installed()
 
 
