@@ -94,6 +94,8 @@ PRIVATE_NAMES = (
     "torch.optim.optimizer._foreach_supported_types",
     "torch.optim.optimizer._get_foreach_kernels_supported_devices",
     "torch.overrides._get_current_function_mode_stack",
+    "torch.overrides._pop_mode",
+    "torch.overrides._push_mode",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
     "torch.utils._device.DeviceContext",
     "torch.utils._device._device_constructors",

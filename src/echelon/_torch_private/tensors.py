@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.export import ExportedProgram
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -100,6 +100,18 @@ def real_tensors() -> Iterator[None]:
     """Inside, no mode of torch is active in this thread, so that new tensors have data."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, no mode of torch is active in this thread, though other ones may be entered. `real_tensors` is faster."""
+    functions = [_pop_mode() for _ in _get_current_function_mode_stack()]  # type: ignore[no-untyped-call]
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(functions):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def without_functions() -> AbstractContextManager[object]:

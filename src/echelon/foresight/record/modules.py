@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon._torch_private.autograd import accumulated_leaf
 from echelon._torch_private.distributed import modules_of_parameters
-from echelon._torch_private.tensors import tree_leaves
+from echelon._torch_private.tensors import has_symbols, tree_leaves
 from echelon.call_site import OF_FSDP2, kind_of
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.placement import Placement
@@ -49,6 +49,8 @@ class Modules:
         register_module_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if has_symbols():  # in `exporting`: the module is only traced
+            return
         name = self._names.get(module)
         if name is None:
             self._name_all(module)
@@ -70,6 +72,8 @@ class Modules:
         self._placement.arrived(tree_leaves((args, kwargs)))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
+        if has_symbols():
+            return
         if self._compiling and self._compiling[-1][0] is module:
             self._compiling.pop()[1].__exit__(None, None, None)
         # A forward that recomputes may be stopped early: torch then calls the hooks of the modules that it was in.

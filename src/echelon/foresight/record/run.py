@@ -30,6 +30,7 @@ from echelon.foresight.record.compiling import not_compiled
 from echelon.foresight.record.device import OnDevice, OnHost
 from echelon.foresight.record.device_names import device_names
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
+from echelon.foresight.record.exporting import exported_unrecorded
 from echelon.foresight.record.gpu_names import Gpu
 from echelon.foresight.record.here import Recording, recorded, recording_here
 from echelon.foresight.record.log import Log
@@ -187,6 +188,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
                 steps_noted(),
                 no_writes(run.saved, allow_files=request.allow_writes),
                 not_compiled(),
+                exported_unrecorded(),
                 nullcontext() if request.full or not can_repeat() else microbatches_repeated(),
                 patches.noted(),
             ):

@@ -13,15 +13,24 @@ import logging
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import fx, nn
-from torch.export import Dim, ExportedProgram, export
+from torch.export import Dim, ExportedProgram
 
-from echelon._torch_private.tensors import TreeSpec, fake_tensors, guards_of, tree_flatten, tree_leaves, tree_map
+from echelon._torch_private.tensors import (
+    FakeTensor,
+    TreeSpec,
+    fake_tensors,
+    guards_of,
+    real_tensors,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+)
 from echelon.call_site import is_foreign, is_own
 from echelon.errors import PartitionError
 from echelon.pipeline.cut.trace_checks import ForwardChecks, refuse_backward_hooks
@@ -191,7 +200,7 @@ def _trace(model: nn.Module, example: tuple[object, ...], example_kwargs: dict[s
     assert isinstance(inputs, tuple)
     try:
         with _silent(), torch.enable_grad():  # the graph of the gradients is checked
-            exported = export(
+            exported = torch.export.export(  # by its full name, under which a forecast replaces it
                 _Flat(model, outputs, checks), inputs, dynamic_shapes=tree_map(_open_sizes, inputs), strict=False
             )
     except (Exception, _StoppedError) as error:  # export raises errors of many types
@@ -287,10 +296,12 @@ def _fresh(leaf: object) -> object:
     """Returns a copy of a tensor for export, with at least two samples."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    has_data = not leaf.is_meta and not isinstance(leaf, FakeTensor)
     # A copy, because one tensor that is given twice would be traced as one input. Export takes a size of 1 to be always
-    # 1, so a single sample is doubled to leave their number open.
-    tensor = torch.zeros_like(leaf, device="cpu") if leaf.is_meta else leaf.detach().clone()
-    return torch.cat([tensor, tensor]) if tensor.dim() and len(tensor) == 1 else tensor
+    # 1, so a single sample is doubled to leave their number open. A forecast does not see the copy of a fake tensor.
+    with nullcontext() if has_data else real_tensors():
+        tensor = leaf.detach().clone() if has_data else torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return torch.cat([tensor, tensor]) if tensor.dim() and len(tensor) == 1 else tensor
 
 
 def _without_data(leaf: object) -> object:
