@@ -1,12 +1,15 @@
 """Steps that end when a function of the program returns."""
 
 import contextlib
+import itertools
+from functools import partial
 
 import pytest
 import torch
 
 import echelon
-from echelon import LaunchError
+from echelon import LaunchError, UnsupportedOp
+from echelon.foresight.record import steps
 from echelon.foresight.record.run import record
 from echelon.foresight.trace import Kernel
 
@@ -97,3 +100,42 @@ def test_a_function_that_never_returns_is_told_apart_from_one_that_is_not_called
 def test_bad_names_are_refused_before_anything_runs(until):
     with pytest.raises(LaunchError, match="give the name of a function"):
         echelon.foresee(pytest.fail, 1, until=until)
+
+
+def endless(has_optimizer=True, num_backwards=None, num_accumulated=None):
+    weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = torch.optim.SGD([weight]) if has_optimizer else None
+    rounds = itertools.count(1) if num_backwards is None else range(1, num_backwards + 1)
+    for each in rounds:
+        weight.sum().backward()
+        if num_accumulated is not None and each % num_accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_backwards_without_a_step_of_an_optimizer_are_refused_at_their_line():
+    with pytest.raises(UnsupportedOp, match=r"1,000 backwards.*test_until\.py:\d+, without.* call optimizer\.step\(\)"):
+        record(endless, 1)
+
+
+def test_many_backwards_before_each_step_are_no_mistake(monkeypatch):
+    monkeypatch.setattr(steps, "MOST_BACKWARDS", 20)
+    trace = record(partial(endless, num_accumulated=15), 1, full=True)[0]
+    assert trace.is_step
+    assert sum(isinstance(each, Kernel) and each.name == "sum" for each in trace.entries) == 15
+
+
+def test_many_backwards_of_a_program_without_an_optimizer_are_no_mistake(monkeypatch):
+    monkeypatch.setattr(steps, "MOST_BACKWARDS", 20)
+    assert not record(partial(endless, has_optimizer=False, num_backwards=30), 1)[0].is_step
+
+
+def test_many_backwards_before_a_function_returns_are_no_mistake(monkeypatch):
+    monkeypatch.setattr(steps, "MOST_BACKWARDS", 20)
+    seen = echelon.foresee(rounds, 1, until="endless")
+    assert all(each.is_step for each in seen.traces.values())
+
+
+def rounds():
+    while True:
+        endless(num_backwards=30)

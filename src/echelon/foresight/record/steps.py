@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from echelon._torch_private.autograd import backward_with, is_in_backward
+from echelon.call_site import is_own
+from echelon.errors import UnsupportedOp
+from echelon.foresight.record.callers import calling_file
 from echelon.foresight.record.here import Recording, in_place_of, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
@@ -20,6 +25,15 @@ from echelon.foresight.trace import Allocate, Entry, Order, Trace
 
 if TYPE_CHECKING:
     from echelon.foresight.record.repeats import Repeats
+
+
+MOST_BACKWARDS = 1_000
+"""Backwards that a program with an optimizer may compute without a step of one. Accumulation takes some hundred."""
+_MOST_OF_OTHERS = 20_000
+"""The same for a program that has made no optimizer, which may end by itself, and for schedules of pipelines."""
+_CALLERS = tuple(os.path.join("torch", *parts) for parts in (("autograd", "__init__.py"), ("_tensor.py",)))
+"""Files of torch between a backward and the code that calls it."""
+_PIPELINES = os.path.join(os.sep, "torch", "distributed", "pipelining", "")
 
 
 class StepsDone(BaseException):
@@ -75,6 +89,8 @@ class Steps:
         self._live_at_begin: list[Allocate] = []
         self._end: tuple[int, int, list[Allocate]] = (0, 0, [])
         """Numbers of entries and calls, and the live storages, when an optimizer had stepped last."""
+        self._num_backwards = 0
+        """Backwards since an optimizer had stepped last."""
 
     def made(self, optimizer: Optimizer) -> None:
         """Notes a new optimizer."""
@@ -108,9 +124,27 @@ class Steps:
             for state in optimizer.state.values():
                 self._memory.mark(state.values(), "optimizer")
             self._stepped.add(optimizer)
+            self._num_backwards = 0
             self._end = self._here()
             if self._by_optimizers and all(each in self._stepped or not _has_parameters(each) for each in self._made):
                 self._finish_here()
+
+    def backward(self) -> None:
+        """Counts a backward. Raises UnsupportedOp after too many backwards without a step of an optimizer."""
+        # A backward within another one is that of reentrant checkpointing. LBFGS computes backwards in its step.
+        if not self._by_optimizers or self._timing is not None or self._log.optimizer_depth or is_in_backward():
+            return
+        self._num_backwards += 1
+        if self._num_backwards <= MOST_BACKWARDS:  # fast path
+            return
+        has_optimizer = any(map(_has_parameters, self._made))
+        most = MOST_BACKWARDS if has_optimizer and not _is_of_schedule() else _MOST_OF_OTHERS
+        if self._num_backwards > most:
+            raise UnsupportedOp(
+                f"{most:,} backwards, the last one at {self._log.line()}, without a step of an optimizer, which ends a "
+                "step of the program: call optimizer.step() after the backward, or name a function whose return ends a "
+                "step by --until FUNCTION"
+            )
 
     def finish(self) -> None:
         """Ends a step here. Raises StepsDone after the last step."""
@@ -174,9 +208,15 @@ def _has_parameters(optimizer: Optimizer) -> bool:
     return any(each.requires_grad for group in optimizer.param_groups for each in group["params"])
 
 
+def _is_of_schedule() -> bool:
+    """Whether the schedule of a pipeline computes a backward, as it does for each microbatch and stage."""
+    path = calling_file(_CALLERS)
+    return _PIPELINES in path or is_own(path)
+
+
 @contextmanager
 def steps_noted() -> Iterator[None]:
-    """Inside, optimizers of recorded ranks note their steps."""
+    """Inside, optimizers of recorded ranks note their steps, and their backwards are counted."""
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if (recording := recording_here()) is not None:
@@ -186,9 +226,14 @@ def steps_noted() -> Iterator[None]:
         if (recording := recording_here()) is not None:
             recording.steps.end(optimizer)
 
+    def counted(_: bool) -> AbstractContextManager[None]:
+        if (recording := recording_here()) is not None:
+            recording.steps.backward()
+        return nullcontext()
+
     hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
-        with patch.object(Optimizer, "__init__", in_place_of(Optimizer.__init__, _make)):
+        with patch.object(Optimizer, "__init__", in_place_of(Optimizer.__init__, _make)), backward_with(counted):
             yield
     finally:
         for hook in hooks:
