@@ -66,7 +66,7 @@ def two_groups(same_order):
     dist.init_process_group("nccl")
     one, other = dist.new_group(range(2)), dist.new_group(range(2))
     groups = [one, other] if same_order or dist.get_rank() == 0 else [other, one]
-    x = torch.ones(8, device="cuda")
+    x = torch.ones(8, device=f"cuda:{dist.get_rank()}")
     for group in groups:
         dist.all_reduce(x, group=group)
 

@@ -154,6 +154,11 @@ def named_by_rank():
     return f"cuda:{dist.get_rank()}"
 
 
+def set_by_rank_of_host():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return "cuda"
+
+
 def set_by_rank():
     torch.cuda.set_device(dist.get_rank())
     return "cuda"
@@ -186,10 +191,67 @@ def test_a_backend_that_is_not_modelled_is_an_assumption(backend, text):
     assert assumed(2, (backend, set_by_rank)) == text
 
 
+def alone_in_sight():
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+    return "cuda"
+
+
 def test_ranks_without_a_gpu_of_their_own_are_an_assumption():
-    (text,) = assumed(2, ("nccl", unnumbered))
+    (text,) = assumed(2, ("cpu:gloo,cuda:nccl", alone_in_sight))
     assert text == "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
     assert not assumed(2, ("nccl", unnumbered), hosts=2)
+
+
+def number_zero():
+    return torch.device("cuda", 0)
+
+
+def of_group():
+    """Returns the device in a program that binds its group to the rank's GPU, see `adds`."""
+    dist.new_group(device_id=torch.device(f"cuda:{os.environ['LOCAL_RANK']}"))
+    return "cuda"
+
+
+def in_mesh_of_gpus():
+    init_device_mesh("cuda", (dist.get_world_size(),))
+    return "cuda"
+
+
+def mesh_after_gpu():
+    torch.ones(1, device="cuda")
+    return in_mesh_of_gpus()
+
+
+def reversed_numbers():
+    return f"cuda:{3 - dist.get_rank() % 4}"
+
+
+def replicated_by_number():
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).cuda(), device_ids=[rank])
+    return "cuda"
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", None])
+@pytest.mark.parametrize("choose", [unnumbered, number_zero])
+def test_ranks_of_a_host_that_share_a_gpu_are_an_error_with_the_line(choose, backend):
+    text = r"use cuda:0, those of LOCAL_RANK 0 and [1-3] at .*test_foresee\.py:\d+, .*set_device\(LOCAL_RANK\)"
+    with pytest.raises(RuntimeError, match=text):
+        echelon.foresee(adds, 8, (backend, choose), hosts=2)
+
+
+RIGHT = [set_by_rank_of_host, alone_in_sight, of_group, in_mesh_of_gpus, mesh_after_gpu, reversed_numbers]
+
+
+@pytest.mark.parametrize("choose", [*RIGHT, replicated_by_number])
+def test_ranks_with_gpus_of_their_own_share_none(choose):
+    assert echelon.foresee(adds, 8, ("nccl", choose), hosts=2).problems == []
+
+
+@pytest.mark.parametrize("choose", [unnumbered, number_zero])
+def test_ranks_may_share_a_gpu_without_nccl_or_alone_on_their_host(choose):
+    assert echelon.foresee(adds, 8, ("gloo", choose), hosts=2).problems == []
+    assert echelon.foresee(adds, 4, ("nccl", choose), hosts=4).problems == []
 
 
 @pytest.mark.parametrize(

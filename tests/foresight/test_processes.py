@@ -128,6 +128,7 @@ from echelon.foresight.record import run
 
 def main():
     dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     width = [64 if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(width, 0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(width[0], 8, device="cuda"))

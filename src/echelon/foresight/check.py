@@ -53,6 +53,7 @@ def check(traces: Mapping[int, Trace], classes: Sequence[int]) -> list[Problem]:
         CollectiveMismatch: two ranks of a group call different collectives, or a message has no partner. It names the
             lines.
         DeadlockError: recorded ranks wait for each other for ever. It names a line for each.
+        RuntimeError: NCCL communicates between ranks of a host that use one GPU.
     """
     # By their roles ranks that are not recorded are compared as well, but only within the step.
     check_collectives(traces, classes)
@@ -60,7 +61,26 @@ def check(traces: Mapping[int, Trace], classes: Sequence[int]) -> list[Problem]:
     check_collectives(whole)
     check_messages(whole)
     check_order(whole)
+    check_gpus(traces)
     return [*saves_of_some_ranks(traces), *narrow_reductions(traces)]
+
+
+# GPUs
+
+
+def check_gpus(traces: Mapping[int, Trace]) -> None:
+    """Compares the GPUs of ranks that have different numbers on their hosts.
+
+    Raises:
+        RuntimeError: two of them use cuda:0, and NCCL communicates their tensors.
+    """
+    found = dict(sorted(trace.first_gpu for trace in traces.values() if trace.first_gpu is not None))
+    if len(found) > 1:
+        first, *_, last = found
+        raise RuntimeError(
+            f"two ranks of a host use cuda:0, those of LOCAL_RANK {first} and {last} at {found[last]}, which NCCL "
+            "refuses as a duplicate GPU: call torch.cuda.set_device(LOCAL_RANK) before the first tensor of a GPU"
+        )
 
 
 # Collectives

@@ -244,6 +244,9 @@ class Trace:
     """(first entry, entry after the last one, step) of the steps of a schedule, such as "0F3" of a pipeline."""
     earlier: tuple[Order, ...] = ()
     """Communication, waits and events of the program before the step."""
+    first_gpu: tuple[int, str] | None = None
+    """Number of the rank on its host, and the line that names CUDA first, if the rank's tensors are on cuda:0 and NCCL
+    communicates them between ranks of the host. None: it names another GPU, none at all, or sees its own alone."""
 
     def kernel(self, index: int) -> Kernel:
         """Returns an entry that is a kernel."""

@@ -91,6 +91,8 @@ class RecordedGroup(EchelonProcessGroup):
         self._kept: deque[RecordedWork] = deque(maxlen=_KEPT)
         self.takes_gpu_only = ""
         """Backend that takes no tensors of the host. Empty if it does, or if it is not known."""
+        self.shares_by_nccl = False
+        """Whether NCCL communicates its tensors of GPUs, and several of its ranks are on this rank's host."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -167,6 +169,10 @@ class RecordedGroup(EchelonProcessGroup):
                     set_known_value(tensor, value * len(self.ranks))
 
     def _check_place(self, recording: Recording, tensors: Sequence[Tensor]) -> None:
+        if self.shares_by_nccl and not any(
+            recording.memory.known(each) in recording.memory.on_host for each in tensors
+        ):
+            recording.log.shares_by_nccl = True
         if self.takes_gpu_only and recording.placement is not None:
             recording.placement.check_group(tensors, self.takes_gpu_only)
             recording.placement.written(tensors)

@@ -38,6 +38,7 @@ def mapped(value: Any) -> Any:
         recording.log.names_gpu = True
         if placement.is_read(value):
             return torch.device("cpu")
+        recording.log.name_gpu()
     check_gpu(torch.device(value).index)
     return "cpu" if isinstance(value, str) else torch.device("cpu")
 
@@ -51,6 +52,7 @@ def check_gpu(index: int | None) -> None:
             f"cuda:{index} is no GPU: each host has {counted(recording.log.num_gpus, 'GPU')}, from cuda:0 on; a rank's "
             "own is cuda:LOCAL_RANK"
         )
+    recording.log.name_gpu(index)
     recording.log.names_gpu, recording.log.chosen_gpu = True, index
 
 
@@ -212,6 +214,7 @@ def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         else:
             mapped(each)
     if (recording := recording_here()) is not None and recording.placement is not None:
+        recording.log.name_gpu()
         return recording.placement.moved(args[0], args[0], [_CUDA], _non_blocking(args, kwargs))
     return args[0]
 

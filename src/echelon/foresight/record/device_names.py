@@ -151,6 +151,8 @@ def _name_groups(
         recording.log.mesh_type = "cuda"
         if not recording.log.names_gpu:  # torch chooses the rank's own
             set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        else:  # the program may have chosen it by the same number
+            recording.log.name_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     original(mesh, *args, **kwargs)
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
         if size == dist.get_world_size():
@@ -249,6 +251,8 @@ def _without_devices(
 ) -> None:
     """Makes a DDP, which takes no device for modules on the CPU."""
     others = {name: each for name, each in kwargs.items() if name not in ("device_ids", "output_device")}
+    for each in kwargs.get("device_ids", args[0] if args else None) or ():
+        recording.log.name_gpu(each if isinstance(each, int) else torch.device(each).index)
     original(ddp, module, None, None, *args[2:], **others)
     if (device := recording.placement and recording.placement.device_of(next(ddp.parameters()))) is not None:
         ddp.device = device

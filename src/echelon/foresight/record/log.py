@@ -72,6 +72,12 @@ class Log:
         """Whether the program has named CUDA as the device of a tensor."""
         self.chosen_gpu: int | None = None
         """GPU that the program has named last by its number."""
+        self.named_gpus: set[int] = set()
+        """Numbers of all GPUs that the program has named."""
+        self.line_of_gpu = ""
+        """Line that has named CUDA or a GPU first. Empty before."""
+        self.shares_by_nccl = False
+        """Whether NCCL has communicated tensors of the GPU between this rank and another one of its host."""
         self.mesh_type = "cpu"
         """Type of device of the program's meshes."""
         self.entries: list[Entry] = []
@@ -122,6 +128,12 @@ class Log:
         return self.calls.call(kind, len(self.entries))
 
     # Places
+
+    def name_gpu(self, index: int | None = None) -> None:
+        """Notes that the program names CUDA as a device, or a GPU by its number."""
+        self.line_of_gpu = self.line_of_gpu or self.line()
+        if index is not None:
+            self.named_gpus.add(index)
 
     def place(self) -> int:
         """Returns the number of the line of the program that is running. -1 if there is none."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -257,13 +259,22 @@ class _Run:
             self._errors.clear()
         return Records(dict(sorted(self.traces.items())), self.answers)
 
-    def _note_group(self, group: Any, asked: str) -> None:
-        """Notes whether the times of a group's backend are modelled, and whether it takes tensors of the host."""
+    def _note_group(self, group: Any, asked: str, device: torch.device | int | None) -> None:
+        """Notes the backend of a group, and the device for which the program makes it.
+
+        That is whether its times are modelled, whether it takes tensors of the host, and whether it is NCCL.
+        """
         names = dict(each.split(":", 1) for each in asked.split(",")) if ":" in asked else {"cuda": asked, "cpu": asked}
         modelled = ("cpu", "echelon") if self._request.gpu is None else ("cuda", "nccl")
         name = names.get(modelled[0], "")
         if isinstance(group, RecordedGroup) and set(asked.split(",")) <= {"nccl", "cuda:nccl"}:
             group.takes_gpu_only = "nccl"
+        # torch's own choice for GPUs is NCCL.
+        if isinstance(group, RecordedGroup) and names.get("cuda") in ("nccl", "undefined"):
+            own = self._request.hosts[group.ranks[group.rank()]]
+            group.shares_by_nccl = sum(self._request.hosts[each] == own for each in group.ranks) > 1
+        if device is not None and (recording := recording_here()) is not None:
+            recording.log.name_gpu(device if isinstance(device, int) else device.index)
         if name in _NOT_MODELLED and (recording := recording_here()) is not None:
             recording.log.assume(f"communication of backend {name!r} takes the time of {modelled[1]!r}")
 
@@ -401,11 +412,11 @@ class _Run:
                 raise until.missing(rank)
             if steps.entries is None and repeats is not None and repeats.num_repeated:
                 raise NotRepeated  # no step was kept, of which the last microbatch had to run
-            if log.num_gpus > 1 and log.chosen_gpu is None and dist.is_initialized():
+            if log.num_gpus > 1 and not log.named_gpus and dist.is_initialized():
                 log.assumptions.of(
                     "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
                 )
-            self.traces[rank] = steps.trace(rank, world_size)
+            self.traces[rank] = replace(steps.trace(rank, world_size), first_gpu=self._first_gpu(rank, log))
             if self._request.keeps_calls:
                 self.answers[rank] = log.calls.of_all_steps()
             self._world.returned.add(rank)
@@ -422,6 +433,14 @@ class _Run:
             if self._num_left == 0:
                 self._world.scheduler.is_ending = True
                 self._world.scheduler.cancel()
+
+    def _first_gpu(self, rank: int, log: Log) -> tuple[int, str] | None:
+        """Returns the number of a rank on its host, and the line that uses cuda:0, see `Trace.first_gpu`."""
+        sees_one = bool(seen := os.environ.get("CUDA_VISIBLE_DEVICES", "")) and "," not in seen
+        if sees_one or not log.shares_by_nccl or not log.line_of_gpu or not log.named_gpus <= {0}:
+            return None
+        hosts = self._request.hosts
+        return hosts[:rank].count(hosts[rank]), log.line_of_gpu
 
     def _error(self) -> BaseException | None:
         if self.calls.thread_error:  # the ranks may have failed because of it

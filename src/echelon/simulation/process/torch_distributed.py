@@ -75,14 +75,15 @@ class TorchDistributed:
     """torch.distributed of one simulation."""
 
     def __init__(
-        self, world: World, backend: str | None = None, note_group: Callable[[Any, str], None] = lambda *_: None
+        self, world: World, backend: str | None = None, note_group: Callable[[Any, str, Any], None] = lambda *_: None
     ) -> None:
         """Makes torch.distributed for a world.
 
         Args:
             world: the simulated world.
             backend: the backend where only some ranks run. None: all ranks run.
-            note_group: called with each new group of torch, and the backend that the program asks for, in lower case.
+            note_group: called with each new group of torch, the backend that the program asks for, in lower case,
+                and its `device_id`.
         """
         self._world = world
         self._backend = backend
@@ -204,7 +205,7 @@ class TorchDistributed:
                     self._asked[group.rank] = asked
                 elif asked == _name_for_cpu(of_all := self._asked.get(group.rank, asked)):
                     asked = of_all  # torch gives a later group the name of the first one
-                self._note_group(made, asked)
+                self._note_group(made, asked, device)
             return made, store
 
         return new_group
