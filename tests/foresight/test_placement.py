@@ -35,6 +35,10 @@ def replicated(device, net):
     return DistributedDataParallel(net.to(device), device_ids=[device.index])
 
 
+def replicated_in_place(device, net):
+    return DistributedDataParallel(net.to(device))  # without device_ids it leaves its inputs where they are
+
+
 def moved(device, net):
     return net.to(device)
 
@@ -87,7 +91,15 @@ def counts_on_the_host(loss):
 
 @pytest.mark.parametrize(
     ("wrap", "move_inputs"),
-    [(replicated, False), (replicated, True), (moved, True), (numbered, True), (sharded, False), (sharded, True)],
+    [
+        (replicated, False),
+        (replicated, True),
+        (replicated_in_place, True),
+        (moved, True),
+        (numbered, True),
+        (sharded, False),
+        (sharded, True),
+    ],
 )
 def test_programs_that_move_their_tensors_run(wrap, move_inputs):
     assert foresee(train, 2, (wrap, move_inputs, True, counts_on_the_host)).step_seconds > 0
@@ -99,6 +111,7 @@ def test_programs_that_move_their_tensors_run(wrap, move_inputs):
         (replicated, True, False, "nll_loss_forward"),
         (sharded, True, False, "nll_loss_forward"),
         (moved, False, True, "addmm"),
+        (replicated_in_place, False, True, "addmm"),
     ],
 )
 def test_a_tensor_that_is_not_moved_is_found(wrap, move_inputs, move_targets, name):

@@ -251,7 +251,10 @@ def _without_devices(
 ) -> None:
     """Makes a DDP, which takes no device for modules on the CPU."""
     others = {name: each for name, each in kwargs.items() if name not in ("device_ids", "output_device")}
-    for each in kwargs.get("device_ids", args[0] if args else None) or ():
+    device_ids = kwargs.get("device_ids", args[0] if args else None) or ()
+    if not device_ids and recording.placement is not None:
+        recording.placement.still.add(ddp)
+    for each in device_ids:
         recording.log.name_gpu(each if isinstance(each, int) else torch.device(each).index)
     original(ddp, module, None, None, *args[2:], **others)
     if (device := recording.placement and recording.placement.device_of(next(ddp.parameters()))) is not None:

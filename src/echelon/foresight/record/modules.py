@@ -57,9 +57,10 @@ class Modules:
             name = self._names[module]
             if self._placement is not None and _moves(module):
                 self._placement.forget((*module.parameters(), *module.buffers()))
-                module.register_forward_pre_hook(self._moved_by, with_kwargs=True)
-                # torch calls a new hook only from the next call on.
-                self._moved_by(module, args, {})
+                if module not in self._placement.still:
+                    module.register_forward_pre_hook(self._moved_by, with_kwargs=True)
+                    # torch calls a new hook only from the next call on.
+                    self._moved_by(module, args, {})
         self._stack.append(self._log.modules.of(name))
         self._log.enter(self._stack[-1])
         if module in self._log.compiled:

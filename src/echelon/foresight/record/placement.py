@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
@@ -74,6 +75,8 @@ class Placement:
 
     def __init__(self, log: Log, memory: Memory) -> None:
         self.copies = Copies(log, memory)
+        self.still: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Wrappers of torch that leave their arguments where they are."""
         self._log = log
         self._memory = memory
         self._gpu, self._unsure = _gpus(0)
