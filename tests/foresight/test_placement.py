@@ -120,6 +120,26 @@ def test_a_tensor_that_is_not_moved_is_found(wrap, move_inputs, move_targets, na
         foresee(train, 2, (wrap, move_inputs, move_targets, None))
 
 
+def train_on_views(wrap, move_targets):
+    device = programs.begin()
+    model = wrap(device, nn.Sequential(nn.Embedding(WIDTH, WIDTH)))
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        batch = torch.randint(WIDTH, (BATCH, 33))
+        x, y = batch[:, :-1], batch[:, 1:]
+        y = y.to(device) if move_targets else y
+        functional.cross_entropy(model(x).transpose(1, 2), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("wrap", [replicated, sharded])
+def test_a_view_of_a_batch_stays_where_it_is_if_a_wrapper_moves_another_one(wrap):
+    assert foresee(train_on_views, 2, (wrap, True)).step_seconds > 0
+    with pytest.raises(RuntimeError, match=rf"takes a tensor of the CPU, made at .*{HERE}"):
+        foresee(train_on_views, 2, (wrap, False))
+
+
 def makes_tensors_like_others(loss):
     host, gpu = torch.ones(3), torch.ones(3, device="cuda")
     others = [torch.zeros_like(host, device="cuda"), torch.zeros_like(gpu, device=None), gpu.new_zeros(3, device=None)]

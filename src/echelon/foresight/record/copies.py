@@ -98,14 +98,6 @@ class Copies:
         """Whether a tensor is in pinned memory."""
         return self._number(tensor) in self._memory.pinned
 
-    def arrived(self, tensor: Tensor) -> None:
-        """Notes that a tensor of the host is on the GPU from now on, since a library has moved it by itself."""
-        with without_functions():
-            number, num_bytes = self._memory.known(tensor), tensor.nbytes
-            if number in self._memory.on_host:
-                self._memory.enter_gpu(number, tensor)
-                self._copied([tensor], num_bytes, to_gpu=True, waits=True)
-
     def _moved(self, tensor: Tensor, move: Move) -> Tensor:
         with self._moving(move):
             out = tensor.clone()

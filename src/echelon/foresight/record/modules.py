@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon._torch_private.autograd import accumulated_leaf
 from echelon._torch_private.distributed import modules_of_parameters
-from echelon._torch_private.tensors import has_symbols, tree_leaves
+from echelon._torch_private.tensors import has_symbols, tree_map
 from echelon.call_site import OF_FSDP2, kind_of
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.placement import Placement
@@ -48,9 +48,11 @@ class Modules:
         # always_call: also after a forward that has raised, which would stay on the stack.
         register_module_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> Any:
+        """Notes that the forward of a module begins. Returns its arguments, None if they stay where they are."""
+        moved = None
         if has_symbols():  # in `exporting`: the module is only traced
-            return
+            return moved
         name = self._names.get(module)
         if name is None:
             self._name_all(module)
@@ -60,17 +62,18 @@ class Modules:
                 if module not in self._placement.still:
                     module.register_forward_pre_hook(self._moved_by, with_kwargs=True)
                     # torch calls a new hook only from the next call on.
-                    self._moved_by(module, args, {})
+                    moved = self._moved_by(module, args, {})[0]
         self._stack.append(self._log.modules.of(name))
         self._log.enter(self._stack[-1])
         if module in self._log.compiled:
             self._compiling.append((module, self._log.compiling()))
             self._compiling[-1][1].__enter__()
+        return moved
 
-    def _moved_by(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Notes the arguments of a module that moves them to its GPU."""
+    def _moved_by(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments of a module that moves them to its GPU."""
         assert self._placement is not None
-        self._placement.arrived(tree_leaves((args, kwargs)))
+        return tree_map(self._placement.arrived, (args, kwargs))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if has_symbols():

@@ -203,11 +203,10 @@ class Placement:
             with without_functions():
                 self._memory.enter_gpu(number, local_part(tensor))
 
-    def arrived(self, tensors: Iterable[object]) -> None:
-        """Notes tensors that a library moves to the GPU, with their copies."""
-        for tensor in tensors:
-            if self._number_inside(tensor) in self._memory.on_host:
-                self.copies.arrived(local_part(tensor))  # type: ignore[arg-type] # it has a storage
+    def arrived(self, tensor: Any) -> Any:
+        """Returns the copy on the GPU of a tensor of the host, which a library moves. Other values are as they are."""
+        is_on_host = self._number_inside(tensor) in self._memory.on_host
+        return self.copies.to_gpu(tensor, non_blocking=False) if is_on_host else tensor
 
     def forget(self, tensors: Iterable[object]) -> None:
         """Notes tensors that a library may have moved to the GPU."""
