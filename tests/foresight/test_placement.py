@@ -140,6 +140,29 @@ def test_a_view_of_a_batch_stays_where_it_is_if_a_wrapper_moves_another_one(wrap
         foresee(train_on_views, 2, (wrap, False))
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        return self.linear(x) * mask
+
+
+def train_on_keywords(wrap):
+    device = programs.begin()
+    model = wrap(device, Masked())
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        model(x=torch.ones(BATCH, WIDTH), mask=torch.ones(BATCH, 1)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("wrap", [replicated, sharded])
+def test_wrappers_move_keywords_from_the_first_call_on(wrap):
+    assert foresee(train_on_keywords, 2, (wrap,)).step_seconds > 0
+
+
 def makes_tensors_like_others(loss):
     host, gpu = torch.ones(3), torch.ones(3, device="cuda")
     others = [torch.zeros_like(host, device="cuda"), torch.zeros_like(gpu, device=None), gpu.new_zeros(3, device=None)]

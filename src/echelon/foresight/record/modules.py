@@ -62,7 +62,11 @@ class Modules:
                 if module not in self._placement.still:
                     module.register_forward_pre_hook(self._moved_by, with_kwargs=True)
                     # torch calls a new hook only from the next call on.
-                    moved = self._moved_by(module, args, {})[0]
+                    # Nor does it give keywords to this one, which are in the frame that calls it.
+                    given = sys._getframe(1).f_locals.get("kwargs")
+                    kwargs = given if isinstance(given, dict) else {}
+                    moved, keywords = self._moved_by(module, args, kwargs)
+                    kwargs.update(keywords)
         self._stack.append(self._log.modules.of(name))
         self._log.enter(self._stack[-1])
         if module in self._log.compiled:
