@@ -79,7 +79,8 @@ def check_gpus(traces: Mapping[int, Trace]) -> None:
         first, *_, last = found
         raise RuntimeError(
             f"two ranks of a host use cuda:0, those of LOCAL_RANK {first} and {last} at {found[last]}, which NCCL "
-            "refuses as a duplicate GPU: call torch.cuda.set_device(LOCAL_RANK) before the first tensor of a GPU"
+            "refuses as a duplicate GPU: call torch.cuda.set_device(LOCAL_RANK) before the first tensor of a GPU, or "
+            "set CUDA_VISIBLE_DEVICES=0 here if the launcher shows each rank its own GPU alone"
         )
 
 
