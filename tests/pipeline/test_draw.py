@@ -443,3 +443,13 @@ def test_drawing_leaves_pyplot_and_torch_alone(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "a.png"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_id_comes_twice_in_a_picture_of_two_panels(tmp_path):
+    first, second = simulated("1f1b", 2, 4), simulated("zb-h1", 2, 4)
+    second.draw(tmp_path / "plan.svg", against=first)
+    text = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert {"boxes", "boxes 2", "label", "label 2"} <= set(ids)
+    assert len(ids) == len(set(ids))
+    assert compact(text) == text

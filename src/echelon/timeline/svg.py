@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 # Hundredths of a point are a fifth of a pixel at 15 times the size of a page.
 _DIGITS = re.compile(r"-?\d+\.\d{3,}")
@@ -15,6 +16,7 @@ _SHAPE = re.compile(r'(?<=<path d=")[^"]*')
 _TEXT = re.compile(r'<text style="(?P<style>[^"]*)"(?P<place>[^>]*)>(?P<words>[^<]*)</text>')
 _GROUP = rf'<g id="(?P<id>[^"]*)">\s*{_TEXT.pattern}\s*</g>'
 _TEXTS = re.compile(rf'{_GROUP}(?:\s*<g id="(?P=id)">\s*{re.sub("[?]P<[a-z]+>", "?:", _TEXT.pattern)}\s*</g>)+')
+_ID = re.compile(r'(?<= id=")[^"]+')
 _INDENT = re.compile(r">\n\s+<")
 
 
@@ -22,10 +24,17 @@ def compact(svg: str) -> str:
     """Returns an SVG that looks the same, with a shorter text.
 
     Places are in hundredths of a point, lines are relative, neighbours of one style are one path, texts of one kind are
-    one group, and nothing is indented.
+    one group, and nothing is indented. An id that comes again gets a number, such as those of a second panel.
     """
     shorter = _NO_TURN.sub("", _PLACES.sub(_rounded, svg))
-    return _INDENT.sub(">\n<", _TEXTS.sub(_gathered, _PATHS.sub(_joined, shorter)))
+    shorter = _INDENT.sub(">\n<", _TEXTS.sub(_gathered, _PATHS.sub(_joined, shorter)))
+    seen: Counter[str] = Counter()
+    return _ID.sub(lambda match: _numbered(match[0], seen), shorter)
+
+
+def _numbered(name: str, seen: Counter[str]) -> str:
+    seen[name] += 1
+    return name if seen[name] == 1 else f"{name} {seen[name]}"
 
 
 def _rounded(match: re.Match[str]) -> str:
