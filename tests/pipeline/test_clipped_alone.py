@@ -8,6 +8,7 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Pipeline
+from echelon.pipeline.run.clipped_alone import _watching
 
 
 def told(group, how, limit=0.5):
@@ -53,3 +54,19 @@ def test_other_steps_are_not(how):
 
 def test_one_rank_may_use_torch():
     assert echelon.simulate(told, 1, args=("torch",)).results == [[]]
+
+
+def updated_by_hand(group):
+    pipe = Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), group, "1f1b", 2, nn.functional.mse_loss)
+    watch = pipe._weights._clipped_alone
+    data = torch.ones(4, 4)
+    for _ in range(4):
+        pipe.step(data, target=2 * data)
+    return watch in _watching
+
+
+def test_the_watch_ends_where_no_optimizer_steps(monkeypatch):
+    monkeypatch.setattr("echelon.pipeline.run.clipped_alone._MOST_NORMS", 10)
+    assert echelon.simulate(updated_by_hand, 2).results == [True, True]
+    monkeypatch.setattr("echelon.pipeline.run.clipped_alone._MOST_NORMS", 3)
+    assert echelon.simulate(updated_by_hand, 2).results == [False, False]

@@ -15,7 +15,9 @@ from echelon.call_site import warn
 from echelon.pipeline.stage.stage import Stage
 
 _STEPS = 3
-"""Steps that are watched. Each computes a norm twice."""
+"""Steps of optimizers that are watched. Each computes a norm twice."""
+_MOST_NORMS = 100
+"""Steps of the pipeline that are watched at most, as where none of torch's optimizers steps."""
 _ROUND = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 7.5, 8, 9, 10)
 """Limits that programs give to clipping, but for powers of ten."""
 _CLOSE = 3e-5
@@ -36,16 +38,20 @@ class ClippedAlone:
     """
 
     def __init__(self, rank: int, stages: Sequence[Stage]) -> None:
-        """Begins to watch the parameters of `stages`, those of `rank`."""
+        """Begins to watch the parameters of `stages`, which rank `rank` holds."""
         self._rank = rank
         self._stages = stages
         self._steps_left = _STEPS
+        self._norms_left = _MOST_NORMS
         self._norm: float | None = None
         _watching.add(self)
 
     def on_step(self) -> None:
         """Notes the norm of the gradients, at the end of a step of the pipeline."""
-        if self._steps_left:
+        if not self._norms_left:
+            self.end()
+        elif self._steps_left:
+            self._norms_left -= 1
             self._norm = self._norm_now()
 
     def end(self) -> None:

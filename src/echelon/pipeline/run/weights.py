@@ -195,7 +195,7 @@ class Weights:
         self._stages = stages
         self._ties = ties
         self._group = group
-        self._clipped_alone = ClippedAlone(group.rank, stages) if group.world_size > 1 else None
+        self._clipped_alone = ClippedAlone(group.ranks[group.rank], stages) if group.world_size > 1 else None
 
     def watch_clipping(self) -> None:
         """Warns, in the next step of an optimizer, if gradients were clipped by the norm of these stages alone."""
