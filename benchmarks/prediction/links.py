@@ -1,9 +1,10 @@
-"""Link between two ranks, measured as a `Network` by collectives or messages, alone and beside computing.
+"""Link between two ranks, measured as a `Network` by collectives or messages: alone, between computations, beside them.
 
 A link is measured in the way in which a program uses it: as a `Network` on which moving a tensor takes simulated ranks
 as long as it took these two. A program that moves beside its backward is predicted by moves beside computing: a message
-then waits for the core, and for the interpreter, until what computes lets go of them. A program that waits for each
-move is predicted by moves alone.
+then waits for the core, and for the interpreter, until what computes lets go of them. A program that computes, moves,
+waits and computes again is predicted by moves between computations: the ranks come apart there, so that bytes move
+while one of them computes, and computing leaves the caches cold.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,6 +29,9 @@ BATCH = 10
 """Moves that are timed together: over a slow link the ranks take turns in being late."""
 COMPUTATIONS = 3
 """Computations in a row beside which is moved."""
+
+Use: TypeAlias = Literal["alone", "between", "beside"]
+"""How a program moves: without computing, between computations for which it waits, or beside computing."""
 
 Move: TypeAlias = Callable[[ProcessGroup, torch.Tensor], None]
 """Movement of a tensor's bytes: each rank sends and receives them once."""
@@ -57,6 +61,11 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor) -> None:
     group.all_reduce(tensor)
 
 
+def all_reduce_by_thread(group: ProcessGroup, tensor: torch.Tensor) -> None:
+    """Starts an asynchronous all-reduce and waits for it: two threads hand over to each other."""
+    group.all_reduce(tensor, async_op=True).wait()
+
+
 class Beside(NamedTuple):
     """Costs of a move beside computing."""
 
@@ -69,41 +78,49 @@ class Moves(NamedTuple):
     """Seconds of a move, for each of two numbers of bytes."""
 
     alone: tuple[float, float]
+    between: tuple[float, float]
     beside: tuple[Beside, Beside]
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[Any]]) -> Moves:
         """Makes them of lists, as JSON has them."""
-        alone, (small, large) = lists
-        return cls((alone[0], alone[1]), (Beside(*small), Beside(*large)))
+        alone, between, (small, large) = lists
+        return cls((alone[0], alone[1]), (between[0], between[1]), (Beside(*small), Beside(*large)))
+
+    def seconds(self, use: Use) -> tuple[float, float]:
+        """Returns the seconds of a move, for each of the numbers of bytes."""
+        if use == "beside":
+            return self.beside[0].seconds, self.beside[1].seconds
+        return self.alone if use == "alone" else self.between
 
 
-def measure(group: ProcessGroup, move: Move, compute: Act, sizes: tuple[int, int], pairs: int) -> Moves:
+def measure(group: ProcessGroup, move: Move, compute: Act, piece: Act, sizes: tuple[int, int], pairs: int) -> Moves:
     """Measures a link. Collective: both ranks call it.
 
     Args:
         group: two ranks.
         move: moves bytes as the program does.
-        compute: computes as the program does.
+        compute: computes as the program does in a step.
+        piece: computes about as much as the program does between two moves.
         sizes: numbers of bytes to move, the smaller first.
         pairs: how often it computes, without moves and with them in turns.
     """
     small, large = (_alone(group, move, size) for size in sizes)
+    between = (_between(group, move, piece, size, pairs) for size in sizes)
     beside = (_beside(group, move, compute, *each, pairs) for each in zip(sizes, (small, large), strict=True))
-    return Moves((small, large), (next(beside), next(beside)))
+    return Moves((small, large), (next(between), next(between)), (next(beside), next(beside)))
 
 
-def network_of(moves: Sequence[Moves], move: Move, sizes: tuple[int, int], is_beside: bool) -> Network:
+def network_of(moves: Sequence[Moves], move: Move, sizes: tuple[int, int], use: Use) -> Network:
     """Returns the network on which moves take the median of measurements, with both ranks sending at once.
 
     Args:
         moves: Measurements.
         move: Move that was measured.
         sizes: Its numbers of bytes.
-        is_beside: Whether moves take as long as beside computing, or as alone.
+        use: How the program moves.
     """
-    seconds = [[beside.seconds for beside in each.beside] if is_beside else each.alone for each in moves]
-    small, large = map(statistics.median, zip(*seconds, strict=True))
+    small, large = map(statistics.median, zip(*(each.seconds(use) for each in moves), strict=True))
     rounds = [_rounds(move, size) for size in sizes]
     share = sizes[0] / sizes[1]
     latency = (small - share * large) / (rounds[0] - share * rounds[1])
@@ -123,6 +140,26 @@ def _alone(group: ProcessGroup, move: Move, num_bytes: int) -> float:
             move(group, tensor)
 
     return statistics.median(timed(group, some)) / BATCH
+
+
+def _between(group: ProcessGroup, move: Move, piece: Act, num_bytes: int, pairs: int) -> float:
+    """Times moves between pieces of computing, less what the pieces take."""
+    tensor = torch.zeros(num_bytes // 4)
+
+    def pieces(and_move: bool) -> float:
+        group.barrier()
+        began = group.backend.now()
+        for _ in range(BATCH):
+            piece()
+            if and_move:
+                move(group, tensor)
+        return group.backend.now() - began
+
+    seconds = []
+    for _ in range(pairs):
+        without = pieces(and_move=False)
+        seconds.append(pieces(and_move=True) - without)
+    return max(0.0, statistics.median(seconds)) / BATCH
 
 
 def _beside(group: ProcessGroup, move: Move, compute: Act, num_bytes: int, alone: float, pairs: int) -> Beside:

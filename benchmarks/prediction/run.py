@@ -32,7 +32,7 @@ sys.path.extend(
 )
 from gpt import loss_of, make_gpt
 from harness import Act, options_of, print_environment, print_head, print_row
-from links import Move, Moves, all_reduce, exchange, measure, network_of, timed
+from links import Move, Moves, Use, all_reduce, exchange, measure, network_of, timed
 from slow_link import LOCAL, Ends, Unavailable, run_ranks, slow_link
 
 LINKS = ("shm", "loopback", "shaped")
@@ -106,14 +106,14 @@ class Program(NamedTuple):
     """Returns the seconds of each step."""
     move: Move
     """Move that measures the link for it."""
-    is_beside: bool
-    """Whether it moves while it computes."""
+    use: Use
+    """How it moves."""
 
 
 PROGRAMS = {
-    "DDP": Program(ddp_steps, all_reduce, is_beside=True),
+    "DDP": Program(ddp_steps, all_reduce, "beside"),
     # Its ranks wait for what they move.
-    "pipeline, 1f1b, 4 microbatches": Program(pipeline_steps, exchange, is_beside=False),
+    "pipeline, 1f1b, 4 microbatches": Program(pipeline_steps, exchange, "alone"),
 }
 
 
@@ -127,7 +127,7 @@ def be_a_rank(backend: str) -> None:
         torch.set_num_threads(1)
         rounds = [all_steps(group) for _ in range(REPETITIONS)]
         compute = computing(group)
-        links = {name: measure(group, each.move, compute, SIZES, PAIRS) for name, each in PROGRAMS.items()}
+        links = {name: measure(group, each.move, compute, compute, SIZES, PAIRS) for name, each in PROGRAMS.items()}
         rounds += [all_steps(group) for _ in range(REPETITIONS)]
         steps = {name: [seconds for steps in rounds for seconds in steps[name]] for name in rounds[0]}
         if group.rank == 0:
@@ -155,7 +155,7 @@ def report(rounds: int, link: str, backend: str, ends: Ends = LOCAL) -> None:
         local = simulated(local_steps, None, Measured())
         costs = Measured(factor=statistics.median(real["steps"]["local"]) / local)
         for name, program in PROGRAMS.items():
-            network = network_of([Moves.of(real["links"][name])], program.move, SIZES, program.is_beside)
+            network = network_of([Moves.of(real["links"][name])], program.move, SIZES, program.use)
             predicted = simulated(program.steps, network, costs)
             measured = statistics.median(real["steps"][name])
             speed = f"{network.latency * 1e6:.0f} us, {network.bandwidth / 1e6:.0f} MB/s"

@@ -4,10 +4,11 @@
     python benchmarks/prediction/torch_programs.py shm       # or some of: shm, loopback, shaped
 
 Programs that know nothing of Echelon but the name of its backend: DDP, FSDP2, and FSDP2 with tensor parallelism, on
-two ranks of one thread each. Two real processes run all of them in turns, five times, and measure their link once, by
-all-reduces beside computing. Then each is simulated five times with this link and the CPU time that its computing takes
-here, times a factor: what computing alone took both processes at once, over the CPU time that it takes here. Where this
-user may make network namespaces (as root, with ip), the same again over a link of 1 Gbit/s and 1 ms.
+two ranks of one thread each. In a round two real processes run each of them, and measure their link by all-reduces:
+beside computing for DDP, between computations for the others. Then each program is simulated with this link and the CPU
+time that its computing takes here, times a factor: what computing alone took both processes at once, over the CPU time
+that it takes here. The ratio is the median of five rounds, because the speed of a shared machine changes by the minute.
+Where this user may make network namespaces (as root, with ip), the same again over a link of 1 Gbit/s and 1 ms.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ sys.path.extend(
 )
 from gpt import loss_of, make_gpt
 from harness import options_of, print_environment, print_head, print_row
-from links import Moves, all_reduce, measure, network_of
+from links import Move, Moves, Use, all_reduce, all_reduce_by_thread, measure, network_of
 from slow_link import LOCAL, Ends, Unavailable, run_ranks, slow_link
 
 LINKS = ("shm", "loopback", "shaped")
 MARK = "figures: "
 RUNS = 5
-"""Runs of each program, real and simulated; the median counts."""
+"""Rounds of real and simulated runs of each program. The median of their ratios counts."""
 WARM_UP, STEPS = 3, 8
 CONTEXT, SAMPLES, WIDTH = 64, 8, 128
 SIZES = (1 << 16, 1 << 20)
@@ -119,21 +120,31 @@ def fsdp_and_tensor_parallel() -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])
 
 
+def piece_of_computing() -> Callable[[], None]:
+    """Returns the forward of a block, about as much as FSDP2 computes between two collectives."""
+    block, activations = alone()[1], torch.randn(SAMPLES, CONTEXT, WIDTH)
+    return lambda: block(activations).detach_()
+
+
 class Program(NamedTuple):
     """Program whose step is predicted."""
 
     make: Callable[[], nn.Module]
     """Makes its model."""
-    is_beside: bool = False
-    """Whether it communicates while it computes, or waits for most of its collectives."""
+    use: Use = "between"
+    """How it communicates: FSDP2 on the CPU waits for most of its collectives."""
+    move: Move = all_reduce
+    """Move that measures the link for it. The collectives of DTensor are asynchronous, and it waits for them."""
 
 
 PROGRAMS = {
     "alone": Program(alone),
-    "DDP": Program(ddp, is_beside=True),
+    "DDP": Program(ddp, use="beside"),
     "FSDP2": Program(fsdp),
-    "FSDP2 x TP": Program(fsdp_and_tensor_parallel),
+    "FSDP2 x TP": Program(fsdp_and_tensor_parallel, move=all_reduce_by_thread),
 }
+
+MOVES = list(dict.fromkeys(program.move for program in PROGRAMS.values()))
 
 
 # Real ranks
@@ -144,13 +155,12 @@ def be_a_rank() -> None:
     dist.init_process_group("echelon")
     world = dist.group.WORLD
     assert isinstance(world, EchelonProcessGroup)
-    runs, links = [], []
-    for _ in range(RUNS):
-        runs.append({name: steps_of(program.make(), time.perf_counter) for name, program in PROGRAMS.items()})
-        links.append(measure(world.group, all_reduce, training_step(alone()), SIZES, PAIRS))
+    steps = {name: steps_of(program.make(), time.perf_counter) for name, program in PROGRAMS.items()}
+    compute, piece = training_step(alone()), piece_of_computing()
+    links = {move.__name__: measure(world.group, move, compute, piece, SIZES, PAIRS) for move in MOVES}
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":
-        print(MARK + json.dumps({"runs": runs, "links": links}))
+        print(MARK + json.dumps({"steps": steps, "links": links}))
 
 
 def run_processes(backend: str, ends: Ends) -> dict[str, Any]:
@@ -164,36 +174,58 @@ def run_processes(backend: str, ends: Ends) -> dict[str, Any]:
 # Simulated ranks
 
 
-def simulated(name: str, network: Network | None, costs: Measured) -> list[float]:
+def simulated(name: str, network: Network | None, costs: Measured) -> float:
     """Returns the virtual seconds of a step, by simulation."""
 
     def program(group: ProcessGroup) -> float:
         return main(name, group.backend.now)
 
-    return [echelon.simulate(program, 2, network=network, costs=costs).results[0] for _ in range(RUNS)]
+    return float(echelon.simulate(program, 2, network=network, costs=costs).results[0])
+
+
+class Round(NamedTuple):
+    """Predictions of all programs by one measurement of the link, and what they took right before."""
+
+    factor: float
+    networks: dict[str, Network]
+    measured: dict[str, float]
+    predicted: dict[str, float]
+
+
+def one_round(backend: str, ends: Ends) -> Round:
+    real = run_processes(backend, ends)
+    moves = {move: [Moves.of(real["links"][move.__name__])] for move in MOVES}
+    factor = real["steps"]["alone"] / simulated("alone", None, Measured())
+    programs = {name: program for name, program in PROGRAMS.items() if name != "alone"}
+    networks = {name: network_of(moves[each.move], each.move, SIZES, each.use) for name, each in programs.items()}
+    predicted = {name: simulated(name, networks[name], Measured(factor)) for name in programs}
+    return Round(factor, networks, real["steps"], predicted)
 
 
 def report(link: str, backend: str, ends: Ends = LOCAL) -> list[float]:
-    """Prints the rows of a link between two processes. Returns the ratios."""
-    real = run_processes(backend, ends)
-    measured = {name: statistics.median(run[name] for run in real["runs"]) for name in PROGRAMS}
-    factor = measured["alone"] / statistics.median(simulated("alone", None, Measured()))
-    moves = [Moves.of(each) for each in real["links"]]
+    """Prints the rows of a link between two processes. Returns the ratios, each the median of the rounds'."""
+    rounds = [one_round(backend, ends) for _ in range(RUNS)]
+    factor = statistics.median(each.factor for each in rounds)
     ratios = []
-    for name, program in PROGRAMS.items():
-        if name != "alone":
-            network = network_of(moves, all_reduce, SIZES, program.is_beside)
-            predicted = statistics.median(simulated(name, network, Measured(factor)))
-            ratios.append(predicted / measured[name])
-            speed = f"{network.latency * 1e6:.0f} us, {network.bandwidth / 1e6:.0f} MB/s"
-            figures = f"{predicted * 1e3:.1f}", f"{measured[name] * 1e3:.1f}", f"{ratios[-1]:.2f}"
-            print_row(link, f"{speed}, {network.overhead * 1e9:.2f} s/GB", f"{factor:.2f}", name, *figures)
+    for name in rounds[0].predicted:
+        latency = statistics.median(each.networks[name].latency for each in rounds)
+        bandwidth = statistics.median(each.networks[name].bandwidth for each in rounds)
+        overhead = statistics.median(each.networks[name].overhead for each in rounds)
+        speed = f"{latency * 1e6:.0f} us, {bandwidth / 1e6:.0f} MB/s, {overhead * 1e9:.2f} s/GB"
+        predicted = statistics.median(each.predicted[name] for each in rounds)
+        measured = statistics.median(each.measured[name] for each in rounds)
+        own = sorted(each.predicted[name] / each.measured[name] for each in rounds)
+        ratios.append(statistics.median(own))
+        figures = f"{predicted * 1e3:.1f}", f"{measured * 1e3:.1f}", f"{ratios[-1]:.2f}"
+        print_row(link, speed, f"{factor:.2f}", name, *figures, f"{own[0]:.2f} to {own[-1]:.2f}")
     return ratios
 
 
 def compare(links: Sequence[str]) -> None:
     print_environment()
-    print_head("link | latency, bandwidth, overhead | computing takes | step | predicted (ms) | measured (ms) | ratio")
+    print_head(
+        "link | latency, bandwidth, overhead | computing takes | step | predicted (ms) | measured (ms) | ratio | rounds"
+    )
     ratios = []
     if "shm" in links:
         ratios += report("shared memory", "shm")
