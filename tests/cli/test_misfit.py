@@ -3,7 +3,7 @@
 import pytest
 
 from echelon.cli.combinations import combinations
-from echelon.cli.misfit import cures, recompute_option
+from echelon.cli.misfit import Options, cures, options_of
 
 
 @pytest.mark.parametrize(
@@ -89,18 +89,41 @@ def test_a_state_that_is_too_large_has_no_cure_among_the_arguments():
 def test_the_option_for_recomputation_is_read_from_the_script(text, option, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(text)
-    assert recompute_option(str(script)) == option
+    assert options_of(str(script)).recompute == option
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('p.add_argument("-b", "--batch-size", type=int, default=32)', ("--batch-size", "32")),
+        ('p.add_argument("--lr", default=1)\np.add_argument("--mbs", default=4, type=int)', ("--mbs", "4")),
+        ('p.add_argument("--batch-size", type=int)', ()),
+        ('p.add_argument("--batch-size", type=int, default=SIZE)', ()),
+        ('p.add_argument("--eval-batch-size", type=int, default=8)', ()),
+        ('p.add_argument("--batch-file", default="8")', ()),
+        ('p.add_argument("batch", default=8)', ()),
+    ],
+)
+def test_the_batch_by_default_is_read_from_the_script(text, words, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert options_of(str(script)) == Options("", words)
+
+
+def test_a_batch_that_is_given_goes_before_the_default():
+    assert cures(["--batch", "6", "--batch-size", "32"], 0.5, "") == ['smaller batches by --sweep "--batch {3,2,1}"']
+    assert cures(["--lr", "1", "--batch-size", "2"], 0.5, "") == ['smaller batches by --sweep "--batch-size {1}"']
 
 
 @pytest.mark.parametrize("beginning", [b"# -*- coding: latin-1 -*-\nname = '\xe9'\n", b"\xef\xbb\xbf"])
 def test_a_script_in_another_encoding_is_read(beginning, tmp_path):
     (tmp_path / "train.py").write_bytes(beginning + b"p.add_argument('--recompute', action='store_true')")
-    assert recompute_option(str(tmp_path / "train.py")) == "--recompute"
+    assert options_of(str(tmp_path / "train.py")).recompute == "--recompute"
 
 
 def test_a_script_that_cannot_be_read_has_no_option(tmp_path):
     (tmp_path / "train.py").write_bytes(b"\xff\x00")
-    assert recompute_option(str(tmp_path / "train.py")) == ""
-    assert recompute_option(str(tmp_path / "none.py")) == ""
+    assert options_of(str(tmp_path / "train.py")).recompute == ""
+    assert options_of(str(tmp_path / "none.py")).recompute == ""
     (tmp_path / "deep.py").write_text("a + " * 5000 + "a")
-    assert recompute_option(str(tmp_path / "deep.py")) == ""
+    assert options_of(str(tmp_path / "deep.py")).recompute == ""

@@ -48,13 +48,23 @@ def test_an_empty_alternative_adds_no_word():
     assert combinations("--sweep", "--name '' x{,y}") == [("--name", "", "x"), ("--name", "", "xy")]
 
 
+def test_an_alternative_may_have_several_words():
+    assert combinations("--sweep", "{--batch 8 --name 'a b', --batch 4 } --tp {1, 2}") == [
+        ("--batch", "8", "--name", "a b", "--tp", "1"),
+        ("--batch", "8", "--name", "a b", "--tp", "2"),
+        ("--batch", "4", "--tp", "1"),
+        ("--batch", "4", "--tp", "2"),
+    ]
+    assert combinations("--sweep", "{--batch 8,}") == [("--batch", "8"), ()]
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
         ("", "give alternatives"),
         ("--tp 2", "give alternatives"),
         ("--tp {}", "give alternatives"),
-        ("--tp {1, 2}", "open brace"),
+        ("--tp {1, 2", "'{1, 2' has an open brace"),
         ("--tp {1,{2,3}}", "open brace"),
         ("--tp 1}", "open brace"),
         ("--tp '{1,2}", "quote"),

@@ -16,7 +16,7 @@ from echelon.arguments import check_world_size, check_writable
 from echelon.cli import sweep
 from echelon.cli.combinations import combinations
 from echelon.cli.completion import NETWORKS
-from echelon.cli.misfit import cures, recompute_option
+from echelon.cli.misfit import Options, cures, options_of
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Json, Png, Svg, arguments_of, check_files, check_name, files_of, value
 from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_json, working, write, write_files
@@ -230,8 +230,9 @@ def _cures(program: Program, seen: Foreseen) -> list[str]:
     # A single tensor may be the batch itself.
     if not (advice.smaller_batch or advice.smaller_tensor):
         return []
-    recompute = recompute_option(program.name) if advice.checkpointing and not program.is_module else ""
-    return cures(program.args, seen.memory.fitting_share, recompute)
+    options = Options() if program.is_module else options_of(program.name)
+    recompute = options.recompute if advice.checkpointing else ""
+    return cures([*program.args, *options.batches], seen.memory.fitting_share, recompute)
 
 
 def _calibrate(path: str, gpu: str) -> int:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 _BATCH_SIZES = ("bs", "mbs", "gbs", "bsz")
 """Short names that scripts give to the size of a batch, of a microbatch, or of the batch of all ranks."""
@@ -37,7 +37,7 @@ def cures(arguments: Sequence[str], fitting_share: float, recompute: str) -> lis
     """Returns advice for a script that does not fit, each a phrase after "foresee". Empty if there is none.
 
     Args:
-        arguments: arguments of the script.
+        arguments: arguments of the script. Defaults of those that are not given may follow.
         fitting_share: share of the activations that would fit. 0: nothing of these arguments helps.
         recompute: option of the script that turns on activation checkpointing. Empty if there is none.
     """
@@ -57,39 +57,61 @@ def cures(arguments: Sequence[str], fitting_share: float, recompute: str) -> lis
     return found
 
 
-def recompute_option(path: str) -> str:
-    """Returns the flag of a script that turns on activation checkpointing, as "--recompute". Empty if none is found.
+class Options(NamedTuple):
+    """Options of a script that decide on its memory, as its calls of argparse's `add_argument` say."""
 
-    Args:
-        path: file whose calls of argparse's `add_argument` are read. The flag is known by its name or its help.
-    """
+    recompute: str = ""
+    """Flag that turns on activation checkpointing, as "--recompute". Empty if none is found."""
+    batches: tuple[str, ...] = ()
+    """Sizes of batches by default, as words of a command line: ("--batch-size", "8")."""
+
+
+def options_of(path: str) -> Options:
+    """Returns the options of a script. The flag is known by its name or its help, the sizes are by their names."""
     try:
         with open(path, "rb") as file:
-            return next(_recompute_flags(ast.parse(file.read())), "")
+            calls = [call for call in ast.walk(ast.parse(file.read())) if _adds_an_argument(call)]
+        batches = [word for call in calls for word in _default_batch(call)]
+        return Options(next((flag for call in calls for flag in _recompute_flags(call)), ""), tuple(batches))
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return ""
+        return Options()
 
 
-def _recompute_flags(tree: ast.AST) -> Iterator[str]:
-    for call in ast.walk(tree):
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-            continue
-        actions = [ast.unparse(each.value) for each in call.keywords if each.arg == "action"]
-        if call.func.attr == "add_argument" and any("store_true" in each or "BooleanOpt" in each for each in actions):
-            names = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-            texts = [each.value for each in call.keywords if each.arg == "help"]
-            help_text = next((text.value for text in texts if isinstance(text, ast.Constant)), "")
-            yield from filter(_RECOMPUTES.fullmatch, names)
-            if isinstance(help_text, str) and _HELPS.search(help_text) and not _NEGATES.search(help_text):
-                yield from (name for name in names if name.startswith("--") and not name.startswith("--no-"))
+def _adds_an_argument(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"
+
+
+def _names(call: ast.Call) -> list[str]:
+    return [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+
+
+def _default_batch(call: ast.Call) -> Iterator[str]:
+    sizes = [each.value for each in call.keywords if each.arg == "default"]
+    if sizes and isinstance(size := sizes[0], ast.Constant) and isinstance(size.value, int):
+        yield from next(([name, str(size.value)] for name in _names(call) if _is_batch_size(name)), [])
+
+
+def _recompute_flags(call: ast.Call) -> Iterator[str]:
+    actions = [ast.unparse(each.value) for each in call.keywords if each.arg == "action"]
+    if any("store_true" in each or "BooleanOpt" in each for each in actions):
+        names = _names(call)
+        texts = [each.value for each in call.keywords if each.arg == "help"]
+        help_text = next((text.value for text in texts if isinstance(text, ast.Constant)), "")
+        yield from filter(_RECOMPUTES.fullmatch, names)
+        if isinstance(help_text, str) and _HELPS.search(help_text) and not _NEGATES.search(help_text):
+            yield from (name for name in names if name.startswith("--") and not name.startswith("--no-"))
+
+
+def _is_batch_size(name: str) -> bool:
+    is_size = "batch" in name and not _NO_SIZE.search(name)
+    return name.startswith("--") and (is_size or name.lstrip("-") in _BATCH_SIZES)
 
 
 def _batches(arguments: Sequence[str]) -> Iterator[_Batch]:
     for word, following in pairwise((*arguments, "")):
         name, equals, value = word.partition("=")
-        is_size = "batch" in name and not _NO_SIZE.search(name)
         value = value if equals else following
-        if name.startswith("--") and (is_size or name.lstrip("-") in _BATCH_SIZES) and value.isdecimal():
+        if _is_batch_size(name) and value.isdecimal():
             is_global = "global" in name or name.endswith("gbs")
             yield _Batch(f"{name}{equals or ' '}", int(value), is_global)
 
