@@ -41,6 +41,7 @@ def test_modules_are_imported_when_they_are_used():
         "assert 'torch' not in sys.modules, 'a schedule needs no torch'\n"
         "import echelon.launch.worker\n"
         "echelon.init().close()\n"
+        "echelon.simulate(lambda group: group.barrier(), 2)\n"
         "slow = {'sympy', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch._dynamo'}\n"
         "assert not slow & set(sys.modules), 'ranks that do not use them would start later'\n"
         "print(echelon.testing.RankPool, echelon.functional.all_reduce, echelon.simulation.PRESETS)\n"

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import socket
+import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -366,3 +367,46 @@ def test_c_code_sees_the_environment_from_before_afterwards(monkeypatch):
     assert echelon.simulate(program, 3).results == [(str(rank), True) for rank in range(3)]
     assert getenv(b"ECHELON_KEPT") == b"before"
     assert getenv(b"ECHELON_MADE") is None
+
+
+IMPORTED_BY_RANKS = """
+import sys, types, echelon
+
+def program():
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.set_default_dtype(torch.float64)
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    torch.manual_seed(0)
+    data = torch.randn(2, 4)
+    models = [fully_shard(torch.nn.Linear(4, 4))]
+    models.append(FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=data.device))
+    for model in models:
+        model(data).sum().backward()
+    whole = distribute_tensor(data, init_device_mesh("cpu", (2,)), [Shard(0)]).full_tensor()
+    assert torch.equal(whole, data)
+    return [model(data).tolist() for model in models]
+
+def of_echelon():
+    for name, module in list(sys.modules.items()):
+        for attribute, value in list(vars(module).items()) if not name.startswith("echelon") else ():
+            for each in (value, *vars(value).values()) if isinstance(value, type) else (value,):
+                if isinstance(each, types.FunctionType) and "/src/echelon/" in each.__code__.co_filename:
+                    yield name, attribute
+
+first, second = echelon.simulate(program, 2), echelon.simulate(program, 2)
+assert first.results == second.results
+assert first.results[0] == first.results[1]
+left = [each for each in of_echelon() if each[0] != "__main__"]
+assert not left, left
+"""
+
+
+def test_ranks_may_be_the_first_to_import_fsdp_and_dtensor():
+    """In a new interpreter. A module that names a function which a simulation replaces would keep the replacement."""
+    code = [sys.executable, "-W", "ignore", "-c", IMPORTED_BY_RANKS]
+    ended = subprocess.run(code, capture_output=True, text=True, check=False, timeout=50)
+    assert ended.returncode == 0, ended.stderr

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp  # before ranks compute on fake tensors, which its constants would be
 
 from echelon._torch_private.distributed import DistributedBackendOptions
 from echelon._torch_private.tensors import real_tensors, recorded_tensors

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.fsdp  # before a rank does, with DTensor: what torch keeps in them is then as it was first
 
 from echelon._torch_private.modules import hooks_of_all_modules, print_options
 from echelon.simulation.process.environment import Attribute
