@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from echelon._torch_private.tensors import facts_of
 from echelon.foresight.record.dtypes import is_checked
+from echelon.foresight.record.recurrent import products_of
 from echelon.foresight.trace import Kind
 
 Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]
@@ -204,6 +205,11 @@ def _grouped_mm(args: Sequence[Any]) -> Shape:
     return (groups, rows, columns, a.shape[-1])
 
 
+def _gradients_of_layer(args: Sequence[Any]) -> Shape:
+    count, *others = products_of(args)
+    return (2 * count, *others)
+
+
 _SHAPES: Mapping[str, Callable[..., Shape]] = {
     "mm": lambda args: _mm(args[0], args[1]),
     "addmm": lambda args: _mm(args[1], args[2]),
@@ -212,6 +218,8 @@ _SHAPES: Mapping[str, Callable[..., Shape]] = {
     "bmm": lambda args: _bmm(args[0], args[1]),
     "_grouped_mm": _grouped_mm,
     "baddbmm": lambda args: _bmm(args[1], args[2]),
+    "mkldnn_rnn_layer": products_of,
+    "mkldnn_rnn_layer_backward": _gradients_of_layer,
 }
 
 

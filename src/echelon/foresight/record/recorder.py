@@ -33,6 +33,7 @@ from echelon.foresight.record.dtypes import check_dtypes
 from echelon.foresight.record.here import Recording, name_of, tensors_in
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
 from echelon.foresight.record.placement import GPU, Where
+from echelon.foresight.record.recurrent import LSTM_LAYERS, scratch, with_workspace
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.trace import UNKNOWN_STORAGE, HostWait, Kernel
 
@@ -239,6 +240,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def _kernel(self, operation: _Operation) -> Any:
         func, facts, inputs, args, kwargs = operation
         number = self.memory.number
+        held: list[Tensor] = []
+        """Memory for the time of the operation. It is freed when the results have theirs."""
         # Before the operation, so that the memory of a new input counts before that of its outputs.
         with without_functions():
             before = [number(each) for each in inputs]
@@ -255,6 +258,14 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         try:
             if facts.name == "_grouped_mm":
                 out = self._grouped(func, args, kwargs)
+            elif facts.name in LSTM_LAYERS:
+                is_backward, on_gpu = "backward" in facts.name, placement is not None and where in (None, GPU)
+                if not on_gpu:
+                    with without_functions():
+                        held.append(scratch(args, is_backward))
+                        number(held[0])
+                out = self._results.run(func, args, kwargs)
+                out = out if is_backward else with_workspace(out, args, on_gpu)
             else:
                 out = self._results.run(func, args, kwargs)
         except NO_FAKE_RESULT:
