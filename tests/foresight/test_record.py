@@ -139,6 +139,40 @@ def test_a_loss_has_the_memory_that_torch_gives_it(name, reduction):
     assert kept == [loss("cpu").untyped_storage().nbytes()]
 
 
+class Gathered(torch.autograd.Function):
+    """`gather` with a gradient of its own, which makes a new tensor."""
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        return x.gather(1, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(8, 8).scatter_add(1, index, grad), None
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x, index: x.gather(1, index), "scatter_add_"),
+        (lambda x, _: x.topk(2).values, "scatter_"),
+        (lambda x, _: x.max(-1).values, "scatter_"),
+        (Gathered.apply, "scatter_add"),
+    ],
+)
+def test_gradients_of_chosen_values_take_no_second_tensor(function, name):
+    """torch writes them into a tensor of zeros, but makes a new one of fake tensors."""
+
+    def program():
+        x = torch.ones(8, 8, device="cuda", requires_grad=True)
+        function(x, torch.zeros(8, 2, dtype=torch.long, device="cuda")).square().sum().backward()
+
+    backward = [each.name for each in kernels(record(program, 1)[0], phase="backward")]
+    assert [each for each in backward if "scatter" in each] == [name]
+
+
 @pytest.mark.parametrize("recompute", ["full", "reentrant", "selective"])
 def test_checkpointing_repeats_the_forward(recompute):
     trace = traced(programs.fsdp, recompute=recompute)

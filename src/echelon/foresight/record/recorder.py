@@ -45,6 +45,11 @@ _FOLDERS_ON_HOST = tuple(os.path.join(os.sep, "torch", *parts, "") for parts in 
 """Folders of torch's optimizers, which count their steps on the host, and of loaders, which draw indices there."""
 _REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 """File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
+_ENGINE = os.path.join("torch", "autograd", "graph.py")
+"""File of torch that calls a backward."""
+_ATEN = torch.ops.aten
+_IN_PLACE = {_ATEN.scatter.src: _ATEN.scatter_.src, _ATEN.scatter_add.default: _ATEN.scatter_add_.default}
+"""Operators that autograd applies to a fake tensor of zeros, and those that it applies to an ordinary one."""
 _DEVICE_OF = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 _NUMBERED = frozenset({torch.device("cpu", 0)})
@@ -124,6 +129,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             raise self._unknown(str(func))
         kwargs = kwargs or {}
+        if func in _IN_PLACE and _is_called_by_autograd():
+            func = _IN_PLACE[func]
         if kwargs.get("device") in _NUMBERED:
             kwargs = {**kwargs, "device": _CPU}
         facts = operator(func)
@@ -389,6 +396,11 @@ def _is_on_host(operation: _Operation) -> bool:
     if path.endswith(_REPLICAS):
         return kwargs.get("dtype") in _INTEGERS
     return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether torch's own formula of a gradient, which is C++, calls an operation."""
+    return not torch.is_grad_enabled() and is_in_backward() and calling_file().endswith(_ENGINE)
 
 
 def _is_checked() -> bool:
