@@ -48,7 +48,13 @@ _REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
 """File of torch that calls a backward."""
 _ATEN = torch.ops.aten
-_IN_PLACE = {_ATEN.scatter.src: _ATEN.scatter_.src, _ATEN.scatter_add.default: _ATEN.scatter_add_.default}
+_IN_PLACE = {
+    _ATEN.index_add.default: _ATEN.index_add_.default,
+    _ATEN.index_put.default: _ATEN.index_put_.default,
+    _ATEN.put.default: _ATEN.put_.default,
+    _ATEN.scatter.src: _ATEN.scatter_.src,
+    _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
+}
 """Operators that autograd applies to a fake tensor of zeros, and those that it applies to an ordinary one."""
 _DEVICE_OF = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
