@@ -163,6 +163,7 @@ class Gathered(torch.autograd.Function):
         (lambda x, index: x.index_select(0, index[:, 0]), "index_add_"),
         (lambda x, index: x.take(index), "put_"),
         (Gathered.apply, "scatter_add"),
+        (lambda x, index: x.put(index, x.detach()[:, :2]), "put"),  # the gradient of x, which is no sum
     ],
 )
 def test_gradients_of_chosen_values_take_no_second_tensor(function, name):

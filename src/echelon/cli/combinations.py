@@ -52,7 +52,7 @@ def combinations(option: str, text: str) -> list[tuple[str, ...]]:
 
 
 def _joined(words: Sequence[str]) -> Iterator[str]:
-    """Yields the words, but those from an open brace to the one that closes it as one."""
+    """Yields the words. All words from an open brace to the one that closes it come as one."""
     left = iter(words)
     for word in left:
         joined = word

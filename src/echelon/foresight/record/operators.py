@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from echelon._torch_private.tensors import facts_of
 from echelon.foresight.record.dtypes import is_checked
-from echelon.foresight.record.recurrent import products_of
+from echelon.foresight.record.onednn import products_of
 from echelon.foresight.trace import Kind
 
 Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]

@@ -31,9 +31,9 @@ from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.copies import COPIES, Copies, Move
 from echelon.foresight.record.dtypes import check_dtypes
 from echelon.foresight.record.here import Recording, name_of, tensors_in
+from echelon.foresight.record.onednn import HAS_SCRATCH, scratch, with_workspace
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
 from echelon.foresight.record.placement import GPU, Where
-from echelon.foresight.record.recurrent import LSTM_LAYERS, scratch, with_workspace
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.trace import UNKNOWN_STORAGE, HostWait, Kernel
 
@@ -55,7 +55,7 @@ _IN_PLACE = {
     _ATEN.scatter.src: _ATEN.scatter_.src,
     _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
 }
-"""Operators that autograd applies to a fake tensor of zeros, and those that it applies to an ordinary one."""
+"""Operators that autograd applies to fake zeros, with their forms in place, which ordinary zeros get."""
 _DEVICE_OF = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 _NUMBERED = frozenset({torch.device("cpu", 0)})
@@ -135,8 +135,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             raise self._unknown(str(func))
         kwargs = kwargs or {}
-        if func in _IN_PLACE and _is_called_by_autograd():
-            func = _IN_PLACE[func]
+        if (in_place := _IN_PLACE.get(func)) is not None and _adds_to_zeros(args):
+            func = in_place
         if kwargs.get("device") in _NUMBERED:
             kwargs = {**kwargs, "device": _CPU}
         facts = operator(func)
@@ -271,16 +271,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         try:
             if facts.name == "_grouped_mm":
                 out = self._grouped(func, args, kwargs)
-            elif facts.name in LSTM_LAYERS:
-                is_backward, on_gpu = "backward" in facts.name, placement is not None and where in (None, GPU)
-                if not on_gpu:
-                    with without_functions():
-                        held.append(scratch(args, is_backward))
-                        number(held[0])
-                out = self._results.run(func, args, kwargs)
-                out = out if is_backward else with_workspace(out, args, on_gpu)
             else:
                 out = self._results.run(func, args, kwargs)
+            if facts.name in HAS_SCRATCH:
+                on_host = placement is None or where not in (None, GPU)
+                out = self._by_onednn(operation, out, on_host, held)
         except NO_FAKE_RESULT:
             raise self._unknown(facts.name) from None
         with without_functions():
@@ -298,6 +293,15 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if self.routing.concerns(func, inputs, bool(facts.writes)):
             self.routing.follow(func, inputs, operation.written(), args, kwargs, out)
         return out
+
+    def _by_onednn(self, operation: _Operation, out: Any, on_host: bool, held: list[Tensor]) -> Any:
+        """Returns the result with the workspace of an LSTM. On the host, memory for the time of computing is held."""
+        name, args = operation.facts.name, operation.args
+        if on_host and (num_bytes := scratch(name, args, out)):
+            held.append(operation.inputs[0].new_empty(num_bytes, dtype=torch.uint8))
+            with without_functions():
+                self.memory.number(held[0])
+        return with_workspace(out, args, not on_host) if name == "mkldnn_rnn_layer" else out
 
     def _grouped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Makes the result of a grouped product. torch's fake one takes bfloat16 alone, its kernels all floats."""
@@ -404,9 +408,11 @@ def _is_on_host(operation: _Operation) -> bool:
     return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
 
 
-def _is_called_by_autograd() -> bool:
-    """Whether torch's own formula of a gradient, which is C++, calls an operation."""
-    return not torch.is_grad_enabled() and is_in_backward() and calling_file().endswith(_ENGINE)
+def _adds_to_zeros(args: Sequence[Any]) -> bool:
+    """Whether torch's own formula, which is C++, makes a gradient from zeros by one of the operators `_IN_PLACE`."""
+    # The gradient of an assignment to positions puts without adding, and not into zeros.
+    is_added = len(args) > 3 and args[3] is not False
+    return is_added and not torch.is_grad_enabled() and is_in_backward() and calling_file().endswith(_ENGINE)
 
 
 def _is_checked() -> bool:
