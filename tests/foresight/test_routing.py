@@ -150,6 +150,22 @@ def test_a_number_written_by_a_mask_needs_no_positions(gpu):
     assert names.count("masked_fill") == 3  # backward
 
 
+@pytest.mark.parametrize("gpu", ["cpu", "h100"])
+def test_layers_that_are_left_out_by_chance_stay(gpu):
+    """As LayerDrop of Hugging Face's models does. All layers were left out."""
+
+    def program():
+        x = torch.ones(4, 4, device="cpu" if gpu == "cpu" else "cuda")
+        for chance in (torch.rand([]), torch.rand(1)):
+            if chance < 0.1:
+                continue
+            x = x @ x
+
+    seen = foresee(program, 1, gpu=gpu)
+    assert [entry.name for entry in seen.traces[0].entries if isinstance(entry, Kernel)].count("mm") == 2
+    assert [each.rpartition(" at ")[0] for each in seen.assumptions if " at " in each] == ["a random number is 0.5"]
+
+
 def test_a_number_on_the_gpu_is_written_at_positions():
     def program():
         x = torch.randn(64, 16, device="cuda")

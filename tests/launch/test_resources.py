@@ -46,6 +46,15 @@ def test_a_store_of_torch_can_listen_on_a_reserved_port():
         assert TCPStore("127.0.0.1", port.port, is_master=True, wait_for_workers=False).port == port.port
 
 
+def test_a_port_of_a_lingering_connection_is_not_reserved(monkeypatch):
+    """`echelon run` took a connection of another program, from before, for one of its ranks."""
+    asked = []
+    monkeypatch.setattr(variables, "is_in_use", lambda port: asked.append(port) or len(asked) < 3)
+    with ReservedPort() as port:
+        assert port.port == asked[-1]
+    assert len(asked) == 3
+
+
 def test_ports_differ_and_are_given_back():
     with ReservedPort() as first, ReservedPort() as second:
         assert first.port != second.port

@@ -80,11 +80,16 @@ class ReservedPort:
     def __init__(self) -> None:
         self.host = loopback()
         """The loopback address."""
-        self._socket = socket.socket(family_of(self.host), socket.SOCK_STREAM)
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
-        self._socket.bind((self.host, 0))
-        self.port: int = self._socket.getsockname()[1]
+        # The launcher takes a connection with the port for one of the ranks. An earlier one may linger for a minute.
+        for is_last in (*[False] * 9, True):
+            self._socket = socket.socket(family_of(self.host), socket.SOCK_STREAM)
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
+            self._socket.bind((self.host, 0))
+            self.port: int = self._socket.getsockname()[1]
+            if is_last or not is_in_use(self.port):
+                break
+            self._socket.close()
 
     @property
     def address(self) -> str:

@@ -21,6 +21,7 @@ from echelon._torch_private.tensors import (
     HigherOrderOperator,
     known_value,
     real_tensors,
+    set_known_value,
     tree_leaves,
     without_functions,
 )
@@ -290,6 +291,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 placement.resulted(tensors_in((out,)), before, where)
                 if where == GPU and facts.writes and not placement.takes_both(facts.name):
                     placement.written(operation.written())
+            if facts.name == "rand" and out.numel() == 1 and (self._placement is None or where not in (None, GPU)):
+                # A program compares it with a probability: LayerDrop leaves out a layer if the number is smaller.
+                self.log.assume("a random number is 0.5")
+                with real_tensors():
+                    set_known_value(out, torch.full(out.shape, 0.5, dtype=out.dtype))
         if self.routing.concerns(func, inputs, bool(facts.writes)):
             self.routing.follow(func, inputs, operation.written(), args, kwargs, out)
         return out
