@@ -151,8 +151,8 @@ def product(times, flops=10**15, dtype="bfloat16"):
     return {"flops": times * flops, "dtype": dtype, "kind": "matmul", "shape": shape}
 
 
-def like_published(dtype="bfloat16", num_bytes=0, flops=10**15):
-    step = Step(groups=((0, 1),)).kernel(1, **product(1, flops, dtype))
+def like_published(dtype="bfloat16", num_bytes=0, flops=10**15, name="mm"):
+    step = Step(groups=((0, 1),)).kernel(1, name=name, **product(1, flops, dtype))
     return report(step.collective(1, num_bytes).wait(1) if num_bytes else step, DEVICES["h100"])
 
 
@@ -188,6 +188,7 @@ def test_a_step_that_mostly_waits_says_so():
         ({"flops": 10**13}, "the shortest took 578.00 ms"),
         ({"dtype": "float32"}, "they compute in 16 bits"),
         ({"flops": 10**13, "dtype": "float32"}, "the shortest took 578.00 ms, and they compute in 16 bits"),
+        ({"name": "convolution"}, "they have no convolutions"),
     ],
 )
 def test_a_step_unlike_the_published_ones_has_no_error_beside_it(options, reason):

@@ -3,11 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from echelon import foresee
 from echelon.foresight.play.player import play
-from echelon.foresight.report import Report
-from echelon.foresight.run import what_ifs
+from echelon.foresight.report import Report, seconds_text
+from echelon.foresight.trace import TF32
+from echelon.foresight.what_if import what_ifs
 from tests.helpers.traces import LINKS, PLAIN, Step
+
+ONE_HOST = replace(LINKS, hosts=(4,))
 
 
 def found(step, cluster=LINKS):
@@ -69,6 +75,34 @@ def test_kernels_that_are_not_the_longest_part_or_were_measured_are_not_tried():
     assert len(found(step, replace(LINKS, hosts=(4,)))) == 0
     curves = {"add": ((1.0, 1.0), (2.0, 2.0))}
     assert what_ifs_on(replace(PLAIN, curves=curves), Step().kernel(2), replace(LINKS, hosts=(4,))) == []
+
+
+def test_products_of_float32_are_tried_with_tf32():
+    device = replace(PLAIN, peak={**PLAIN.peak, TF32: 1000.0})
+    text = "products of float32 used TF32, as by torch.set_float32_matmul_precision('high'): "
+    product = {"kind": "matmul", "flops": 5_000}  # 10 s in float32, 5 s by TF32
+    long, short, half = (
+        what_ifs_on(device, Step().kernel(other).kernel(1, dtype=dtype, **product), ONE_HOST)
+        for other, dtype in ((40, "float32"), (91, "float32"), (40, "bfloat16"))
+    )
+    assert f"{text}45.00 s instead of 50.00 s (-10.0%)" in long
+    assert not any(text in each for each in (*short, *half, *found(Step().kernel(1, dtype="float32", **product))))
+
+
+def test_small_kernels_are_tried_as_compiled_ones():
+    def program(compiled, device):
+        model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512), nn.Tanh()).to(device, torch.bfloat16)
+        run = torch.compile(model) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            run(torch.ones(65536, 512, device=device, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+
+    plain, compiled = (foresee(program, 1, (each, "cuda"), gpu="h100") for each in (False, True))
+    text = f"torch.compile joined the small kernels of the modules: {seconds_text(compiled.step_seconds)} instead of "
+    assert plain.what_ifs[0].startswith(f"{text}{seconds_text(plain.step_seconds)} (-")
+    assert not any("torch.compile" in each for each in compiled.what_ifs)
+    assert not any("torch.compile" in each for each in foresee(program, 1, (False, "cpu"), gpu="cpu").what_ifs)
 
 
 def test_a_step_without_time_has_no_forecasts():

@@ -93,6 +93,10 @@ def patched(group, getcwd):
         (lambda *args: args, (1,), (GROUP, 1)),
         (lambda config=None: config, (), GROUP),
         (lambda x, y=0: (x, y), (1,), (GROUP, 1)),
+        # A value of the first parameter's own is no group.
+        (lambda steps=3: steps, (), 3),
+        (lambda steps=3: steps, (1,), 1),
+        (lambda steps=3, lr=0.1: (steps, lr), (1,), (1, 0.1)),
         # Methods and classes.
         (Trainer().with_group, (1,), (GROUP, 1)),
         (Trainer().without, (1,), 1),

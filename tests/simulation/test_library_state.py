@@ -36,6 +36,7 @@ def test_each_rank_has_its_settings_of_torch():
         torch.backends.cuda.enable_math_sdp(is_odd)
         torch.backends.mha.set_fastpath_enabled(is_odd)
         torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = is_odd
+        torch.backends.cudnn.enabled = torch.backends.cudnn.allow_tf32 = is_odd
         torch.sparse.check_sparse_tensor_invariants.enable() if is_odd else None
         torch.__future__.set_swap_module_params_on_conversion(is_odd)
         torch.__future__.set_overwrite_module_params_on_conversion(is_odd)

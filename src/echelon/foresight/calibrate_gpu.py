@@ -19,6 +19,7 @@ from torch import nn
 
 from echelon.foresight.play.device import Device, attention_seconds, matmul_seconds
 from echelon.foresight.play.devices import DEVICES
+from echelon.foresight.trace import TF32
 from echelon.launch.spawn import spawn
 
 PRODUCTS = ((4096, 4096, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (1024, 8192, 8192))
@@ -101,7 +102,14 @@ def fitted(facts: Facts, times: Times) -> Device:
             DEVICES["a100"],
             peak=MappingProxyType(
                 # Ratios of the A100, by its data sheet.
-                {"bfloat16": best, "float16": best, "float8_e4m3fn": best, "float32": best / 16, "float64": best / 32}
+                {
+                    "bfloat16": best,
+                    "float16": best,
+                    "float8_e4m3fn": best,
+                    TF32: best / 2,
+                    "float32": best / 16,
+                    "float64": best / 32,
+                }
             ),
             generation="hopper" if facts.capability >= (9, 0) else "ampere",
             matmul_share=1.0,

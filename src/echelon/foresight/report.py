@@ -14,7 +14,7 @@ from rich.text import Text
 
 from echelon.foresight.memory import MemoryCurves
 from echelon.foresight.play.played import Played, PlayedRole
-from echelon.foresight.trace import Kernel
+from echelon.foresight.trace import CONVOLUTIONS, Kernel
 from echelon.wording import counted
 
 _GIB = 1 << 30
@@ -358,8 +358,11 @@ def unlike(played: Played, accuracy: Accuracy) -> str:
     kernels = [each for role in played.roles.values() for each in role.program.trace.entries if type(each) is Kernel]
     narrow = sum(each.flops for each in kernels if each.dtype in ("bfloat16", "float16"))
     # Most of the work, because programs in 16 bits have operators in float32, such as the loss.
-    if 2 * narrow < sum(each.flops for each in kernels):
+    whole = sum(each.flops for each in kernels)
+    if 2 * narrow < whole:
         reasons.append("they compute in 16 bits")
+    if 2 * sum(each.flops for each in kernels if each.name in CONVOLUTIONS) > whole:
+        reasons.append("they have no convolutions")
     if any(_offloaded(role) >= _LEAST_OFFLOADED * played.seconds for role in played.roles.values()):
         reasons.append("they neither copy from and to the CPU nor compute there")
     return ", and ".join(reasons)

@@ -24,9 +24,10 @@ from echelon.foresight.play.played import Exposed, Played
 from echelon.foresight.play.player import play
 from echelon.foresight.record.gpu_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
-from echelon.foresight.report import Report, seconds_text
+from echelon.foresight.report import Report
 from echelon.foresight.roles import Roles
 from echelon.foresight.trace import Copy, HostKernel, Trace, alike_layers
+from echelon.foresight.what_if import what_ifs
 from echelon.launch.call import OF_OTHER_LAUNCHERS, rank_call
 from echelon.launch.output import Console
 from echelon.launch.run import Program
@@ -52,18 +53,8 @@ _LISTED = 8
 """Lines of tensors that a report of too little memory has."""
 _LEAST_LISTED = 0.005
 """Least size of such a line, by that of the largest one. Less would read 0.00 GiB."""
-_LEAST_EXPOSED = 0.02
-"""Least exposed share of a step whose communication is worth hiding. Below it the kernels are tried instead."""
-_IDEALS = {
-    "matmul": "matrix products ran at the peak of the GPU: ",
-    "attention": "attention ran at the peak of the GPU: ",
-    "other": "kernels but matmul and attention took no time: at best ",
-}
-"""Forecasts for the longest kind of kernels."""
 _LARGE = 1 << 20
 """Bytes in a step from which on copies, or operators of the host, are worth an assumption: they take 20 us."""
-_NO_CHANGE = 5e-4
-"""Share of the step below which a change does not count."""
 _NOTHING = (
     "has nothing to foresee: no operator of torch, no collective and no step of an optimizer was recorded: give the "
     "script that trains, with the arguments that make it train"
@@ -221,7 +212,7 @@ class Foreseen:
 
     @cached_property
     def what_ifs(self) -> tuple[str, ...]:
-        """Forecasts with cheaper communication, or with ideal kernels if little of it is exposed, as sentences."""
+        """Forecasts of the step with one change, such as faster communication, as sentences."""
         return tuple(what_ifs(self.played, self.traces))
 
     @cached_property
@@ -515,47 +506,3 @@ def _facts_of(device: Device) -> Gpu | None:
         _CAPABILITIES.get(device.generation, (8, 0)),
         device.num_sms,
     )
-
-
-def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
-    """Returns forecasts with cheaper communication, as sentences. With ideal kernels, if little of it is exposed.
-
-    Args:
-        played: the step as it is.
-        traces: recorded step of each role.
-    """
-    step = played.seconds
-    if not step:
-        return []
-    if sum(played.exposed.values()) > _LEAST_EXPOSED * step:
-        name, seconds = next(iter(played.exposed.items()))
-        found = [
-            f"communication of {name.group} at {name.place or 'an unknown line'} were hidden by kernels: at best "
-            f"{_compared(step - seconds, step)}"
-        ]
-    else:
-        found = _with_ideal_kernels(played, traces)
-    if len(played.cluster.hosts) > 1:
-        faster = replace(played.cluster, bandwidth=2 * played.cluster.bandwidth)
-        again = play(traces, played.classes, played.device, faster)
-        found.append(f"the network between hosts were twice as fast: {_compared(again.seconds, step)}")
-    return found
-
-
-def _with_ideal_kernels(played: Played, traces: Mapping[int, Trace]) -> list[str]:
-    """Returns the forecast with the longest kind of kernels at its limit. Empty if another part is longer."""
-    shares = max(played.roles.values(), key=lambda role: role.seconds).shares
-    kind = max(shares.kernels, key=shares.kernels.__getitem__)
-    others = shares.contention, shares.exposed, shares.waiting, shares.idle, shares.copies, shares.host
-    # Measured times hold launches as well, which have no peak.
-    if shares.kernels[kind] <= max(others) or played.device.curves:
-        return []
-    ideal = play(traces, played.classes, replace(played.device, ideal=kind), played.cluster)
-    return [_IDEALS[kind] + _compared(ideal.seconds, played.seconds)]
-
-
-def _compared(seconds: float, step: float) -> str:
-    change = seconds / step - 1
-    if abs(change) < _NO_CHANGE:
-        return "no change"
-    return f"{seconds_text(seconds)} instead of {seconds_text(step)} ({change:+.1%})"

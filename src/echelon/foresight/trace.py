@@ -14,6 +14,10 @@ Phase: TypeAlias = Literal["forward", "backward", "recompute", "optimizer", "oth
 
 MemoryKind: TypeAlias = Literal["parameters", "gradients", "optimizer", "activations", "communication", "other"]
 
+TF32 = "tf32"
+"""Dtype of a kernel that computes float32 by TensorFloat-32, which torch allows by `set_float32_matmul_precision`."""
+CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+"""Operators whose products have a matrix that is not stored, with the inputs under each position of the window."""
 UNKNOWN_STORAGE = -1
 """Storage of bytes that are an unknown part of a tensor, such as the rows that an embedding reads."""
 

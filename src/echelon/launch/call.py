@@ -45,7 +45,8 @@ def rank_call(function: object, args: object) -> RankCall:
 
     It is `function(group, *args)` where the signature takes that, and `function(*args)` where only that fits. A
     function of `*args`, or with one optional parameter, takes both, and gets the group. So does a function without a
-    signature, such as some builtins.
+    signature, such as some builtins. A first parameter with a default value of its own, as in `lambda lr=0.1: ...`, is
+    no group.
 
     Args:
         function: the function of the user.
@@ -68,8 +69,9 @@ def rank_call(function: object, args: object) -> RankCall:
         check_no_rank(function, signatures[-1])
     # All signatures first, because a wrapper of (*args, **kwargs) takes any call. Then the wrapper's own alone: it may
     # add arguments, as unittest.mock.patch does, or leave some out.
+    of_group = (False,) if any(map(_begins_with_a_value, signatures)) else (True, False)
     for required in (signatures, signatures[:1]):
-        for takes_group in (True, False):
+        for takes_group in of_group:
             given = (_GROUP, *args) if takes_group else args
             if all(_fits(signature, given) for signature in required):
                 return RankCall(function, args, takes_group)
@@ -111,6 +113,12 @@ def _signatures(function: Callable[..., Any]) -> list[inspect.Signature]:
         return [inspect.signature(function, follow_wrapped=False), inspect.signature(function)]
     except (TypeError, ValueError):  # some builtins and classes written in C
         return []
+
+
+def _begins_with_a_value(signature: inspect.Signature) -> bool:
+    """Whether the first parameter has a default value other than None, which stands for no group."""
+    first = next(iter(signature.parameters.values()), None)
+    return first is not None and first.default is not first.empty and first.default is not None
 
 
 def _fits(signature: inspect.Signature, given: Sequence[object]) -> bool:

@@ -117,7 +117,7 @@ def simulate(
     """Runs `fn(group, *args)` on every rank of a simulated world. Blocks until all ranks have ended.
 
     A function that does not take the group is called as `fn(*args)`: `def main():` needs no change. If both calls fit,
-    as for `def main(*args):` or one optional parameter, the group comes first.
+    as for `def main(*args):` or one parameter of `None`, the group comes first.
 
     Exactly one rank runs at a time. The virtual clock decides which, and the seed where times are equal, so the same
     seed gives the same run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs

@@ -16,15 +16,17 @@ from functools import cache, lru_cache
 from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
 
-from echelon.foresight.trace import Copy, HostKernel, Kernel
+from echelon.foresight.trace import CONVOLUTIONS, TF32, Copy, HostKernel, Kernel
 
 ITEMSIZES: Mapping[str, int] = {
     "float64": 8,
     "float32": 4,
+    TF32: 4,
     "bfloat16": 2,
     "float16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "int8": 1,
 }
 
 
@@ -51,6 +53,11 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of parts into which the inner dimension is cut, so that few tiles fill all multiprocessors."""
 
 ROUGH_PASSES: Mapping[str, float] = {
+    # The statistics of all samples come first, so inputs are read twice. Backward reads two of them.
+    "native_batch_norm": 3 / 2,
+    "native_batch_norm_backward": 5 / 3,
+    "native_group_norm": 3 / 2,
+    "native_group_norm_backward": 5 / 3,
     # Two kernels: one for the input's gradient, one that reads both inputs again for the gradients of weight and bias.
     "native_layer_norm_backward": 5 / 3,
     "_fused_rms_norm_backward": 5 / 3,
@@ -164,7 +171,8 @@ class Device:
         if self.curves:
             return _measured(self.curves, kernel)
         if kernel.kind == "matmul" and kernel.shape:
-            return matmul_seconds(self, kernel.dtype, *kernel.shape)
+            moved = kernel.num_bytes if kernel.name in CONVOLUTIONS else None
+            return matmul_seconds(self, kernel.dtype, *kernel.shape, moved)
         if kernel.kind == "attention" and kernel.shape:
             queries, keys, head_dim = kernel.shape[2:]
             return attention_seconds(self, kernel.dtype, kernel.flops, queries, keys, head_dim)
@@ -197,13 +205,14 @@ def _expected_maximum(number: int) -> float:
 
 # A step has tens of distinct shapes and thousands of kernels.
 @lru_cache(maxsize=100_000)
-def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: int) -> float:
+def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: int, moved: int | None = None) -> float:
     """Returns the time of `batch` products of (m, k) by (k, n) matrices.
 
-    Tile size and split of the inner dimension are the fastest ones, as a library finds them by trial.
+    Tile size and split of the inner dimension are the fastest ones, as a library finds them by trial. `moved`: bytes
+    that the products move, by default those of their matrices.
     """
-    itemsize = ITEMSIZES.get(dtype, 4)
-    moved = itemsize * batch * (m * k + k * n + m * n)
+    if moved is None:
+        moved = ITEMSIZES.get(dtype, 4) * batch * (m * k + k * n + m * n)
     streaming = moved / (device.memory_bandwidth * device.memory_share)
     if min(m, n, k) < 1:
         return device.kernel_seconds

@@ -8,14 +8,17 @@ from types import MappingProxyType
 
 from echelon.errors import LaunchError
 from echelon.foresight.play.device import Device
+from echelon.foresight.trace import TF32
 
 _GIB = 1 << 30
 
 _A100_PEAK = MappingProxyType(
     {
         # NVIDIA A100 data sheet (2021): tensor cores without sparsity, FP32 and FP64 without tensor cores
+        "int8": 624e12,
         "bfloat16": 312e12,
         "float16": 312e12,
+        TF32: 156e12,
         "float32": 19.5e12,
         "float64": 9.7e12,
     }
@@ -25,8 +28,10 @@ _H100_PEAK = MappingProxyType(
         # NVIDIA H100 data sheet (2023), SXM: half of the figures with sparsity
         "float8_e4m3fn": 1979e12,
         "float8_e5m2": 1979e12,
+        "int8": 1979e12,
         "bfloat16": 989.4e12,
         "float16": 989.4e12,
+        TF32: 494.7e12,
         "float32": 67e12,
         "float64": 34e12,
     }

@@ -7,6 +7,7 @@ chooses an operator by the device, as for attention, this mode makes the choice 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -333,6 +334,29 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes a CTC loss by its kernel. torch's own function reads lengths, and makes a tensor of them in C++."""
+    names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+    given: dict[str, Any] = {"blank": 0, "reduction": "mean", "zero_infinity": False}
+    given |= {**dict(zip(names, args, strict=False)), **kwargs}
+    log_probs, targets, _, lengths, blank, reduction, zero_infinity = (given[each] for each in names)
+    if not isinstance(log_probs, FakeTensor) or (recording := recording_here()) is None:
+        return func(*args, **kwargs)
+    if is_single := log_probs.ndim == 2:
+        log_probs = log_probs.unsqueeze(1)
+    steps, batch = log_probs.shape[:2]
+    lengths = recording.routing.lengths_of_targets(lengths, targets, batch)
+    loss = torch.ops.aten._ctc_loss(log_probs, targets, [steps] * batch, lengths, blank, zero_infinity)[0]
+    if zero_infinity:
+        loss = torch.where(loss == math.inf, 0.0, loss)
+    # torch.ctc_loss has a number in place of the name.
+    if reduction in ("mean", 1):
+        return (loss / torch.ones_like(loss)).mean()  # divided by the lengths
+    if reduction in ("sum", 2):
+        return loss.sum()
+    return loss.squeeze(0) if is_single else loss
+
+
 # Attention
 
 
@@ -416,6 +440,7 @@ _SPECIAL: dict[str, _Special] = {
     "_parse_to": _parsed,
     "cuda": _moved_to_gpu,
     "histc": _histogram,
+    "ctc_loss": _ctc_loss,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     "type": _typed,
     "get_device": _index,

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.foresight.trace import CONVOLUTIONS
+
 LSTM_LAYERS = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
-_CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
-HAS_SCRATCH = LSTM_LAYERS | _CONVOLUTIONS
+HAS_SCRATCH = LSTM_LAYERS | CONVOLUTIONS
 """Operators that have temporary memory on the CPU."""
 _GATES = 4
 _BLOCK = 16
@@ -49,7 +50,7 @@ def with_workspace(out: Sequence[Tensor], args: Sequence[Any], on_gpu: bool) -> 
 
 def scratch(name: str, args: Sequence[Any], out: Any) -> int:
     """Returns the bytes that an operator on the CPU has allocated while it computes, beside its results `out`."""
-    if name in _CONVOLUTIONS:
+    if name in CONVOLUTIONS:
         return _blocked(name, args, out)
     sequence: Tensor = args[0]
     num_steps, num_sequences, width = sequence.shape

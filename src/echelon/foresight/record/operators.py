@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from echelon._torch_private.tensors import facts_of
+from echelon.foresight.record.convolutions import flops_of_gradients
 from echelon.foresight.record.dtypes import is_checked
 from echelon.foresight.record.onednn import products_of
 from echelon.foresight.trace import Kind
@@ -91,6 +93,24 @@ _INTO_A_PART = frozenset({"all_gather_copy_in"})
 """Operators that write only their first output, a part of their last input, and return that input as well."""
 _KEEPS_TERMS = frozenset({"mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"})
 """Losses whose sum or mean lies in the memory of its terms, which it keeps. Source: ATen/native/Loss.cpp and .cu."""
+_LINEAR_ALGEBRA = ("linalg_", "_linalg_")
+_READ_ONCE = frozenset({"linalg_vector_norm", "linalg_cross", "linalg_diagonal", "_linalg_check_errors"})
+"""Operators of `torch.linalg` whose kernels read each input once."""
+_SLOWER = frozenset(
+    [
+        "geqrf",
+        "ormqr",
+        "orgqr",
+        "cholesky",
+        "cholesky_inverse",
+        "_cholesky_solve_helper",
+        "triangular_solve",
+        "lu_unpack",
+        "_ctc_loss",
+        "_ctc_loss_backward",
+    ]
+)
+"""Other operators that read their inputs many times, or one part after another."""
 _CHUNK = 32
 """Number of tensors that one kernel of a multi-tensor operator takes, roughly."""
 
@@ -119,6 +139,10 @@ class Operator(NamedTuple):
     """Whether its kernels refuse types of inputs that its fake ones take, see `dtypes`."""
     flops: Callable[..., int] | None
     shape: Callable[..., Shape] | None
+    precision_of: str
+    """For products and convolutions, the operation whose setting decides whether a GPU computes float32 by TF32."""
+    is_slower: bool
+    """Whether it takes longer than reading its inputs and writing its outputs once, such as eigenvalues."""
 
 
 @functools.cache
@@ -127,15 +151,13 @@ def operator(func: Any) -> Operator:
     facts = facts_of(func)
     name = facts.name
     shape = _SHAPES.get(name)
+    flops = _ATTENTION.get(name) or _FLOPS.get(name) or flop_registry.get(func.overloadpacket)
+    # Operators with FLOPs that are no attention are products and convolutions.
+    kind: Kind = "attention" if name in _ATTENTION else "matmul" if shape or flops else "other"
     return Operator(
         name=name,
         role=_role(facts.namespace, name, facts.may_return_view and not facts.writes),
-        # Operators with FLOPs that are no attention are products and convolutions.
-        kind="attention"
-        if name in _ATTENTION
-        else "matmul"
-        if shape or func.overloadpacket in flop_registry
-        else "other",
+        kind=kind,
         writes=facts.writes,
         may_return_view=facts.may_return_view,
         is_sparse=name in _BY_OUTPUT,
@@ -146,9 +168,17 @@ def operator(func: Any) -> Operator:
         keeps_terms=name in _KEEPS_TERMS,
         checks_dtypes=is_checked(name),
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
-        flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),
+        flops=flops,
         shape=shape,
+        precision_of=_precision_of(name) if kind == "matmul" else "",
+        is_slower=name in _SLOWER or (name.startswith(_LINEAR_ALGEBRA) and name not in _READ_ONCE),
     )
+
+
+def _precision_of(name: str) -> str:
+    if "conv" in name:
+        return "conv"
+    return "rnn" if "rnn" in name else "matmul"
 
 
 def _role(namespace: str, name: str, is_view: bool) -> Role:
@@ -210,8 +240,25 @@ def _gradients_of_layer(args: Sequence[Any]) -> Shape:
     return (2 * count, *others)
 
 
+def _addbmm(args: Sequence[Any]) -> Shape:
+    """Returns the shape of a sum of products, which is a product with a longer inner dimension."""
+    batch, rows, columns, inner = _bmm(args[1], args[2])
+    return (1, rows, columns, batch * inner)
+
+
+def _cdist(args: Sequence[Any]) -> Shape:
+    """Returns the shape of distances between rows: for p=2 a matrix product, else as many operations by other units."""
+    rows, columns = args[0], args[1]
+    batch = math.prod(torch.broadcast_shapes(rows.shape[:-2], columns.shape[:-2]))  # type: ignore[no-untyped-call]
+    return (batch, rows.shape[-2], columns.shape[-2], rows.shape[-1])
+
+
 _SHAPES: Mapping[str, Callable[..., Shape]] = {
     "mm": lambda args: _mm(args[0], args[1]),
+    "_int_mm": lambda args: _mm(args[0], args[1]),
+    "addbmm": _addbmm,
+    "_cdist_forward": _cdist,
+    "_euclidean_dist": _cdist,
     "addmm": lambda args: _mm(args[1], args[2]),
     "_addmm_activation": lambda args: _mm(args[1], args[2]),
     "_scaled_mm": lambda args: _mm(args[0], args[1]),
@@ -221,6 +268,32 @@ _SHAPES: Mapping[str, Callable[..., Shape]] = {
     "mkldnn_rnn_layer": products_of,
     "mkldnn_rnn_layer_backward": _gradients_of_layer,
 }
+
+
+def _trilinear_flops(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    new_a: Sequence[int],
+    new_b: Sequence[int],
+    new_c: Sequence[int],
+    *_: object,
+    **__: object,
+) -> int:
+    """Returns the FLOPs of `nn.Bilinear`: a product of three tensors with new dimensions, of which some are summed."""
+    ndim = a.ndim + len(new_a)
+    shapes = []
+    for tensor, new in ((a, new_a), (b, new_b), (c, new_c)):
+        sizes = iter(tensor.shape)
+        shapes.append([1 if each in new else next(sizes) for each in range(ndim)])
+    return 2 * math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+_FLOPS: Mapping[str, Callable[..., int]] = {
+    "_trilinear": _trilinear_flops,
+    "convolution_backward": flops_of_gradients,
+}
+"""Formulas in place of torch's, by the name of the operator."""
 
 
 # Attention. torch's formulas refuse grouped queries, and know nothing of causal masks.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from echelon._torch_private.autograd import is_in_backward
 from echelon._torch_private.fake_results import FakeResults
+from echelon._torch_private.modules import precision_of
 from echelon._torch_private.tensors import (
     NO_FAKE_RESULT,
     DispatchMode,
@@ -29,6 +30,7 @@ from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import BETWEEN, calling_file
 from echelon.foresight.record.communication import functional_collective
+from echelon.foresight.record.convolutions import parts
 from echelon.foresight.record.copies import COPIES, Copies, Move
 from echelon.foresight.record.dtypes import check_dtypes
 from echelon.foresight.record.here import Recording, name_of, tensors_in
@@ -36,7 +38,7 @@ from echelon.foresight.record.onednn import HAS_SCRATCH, scratch, with_workspace
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
 from echelon.foresight.record.placement import GPU, Where
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
-from echelon.foresight.trace import UNKNOWN_STORAGE, HostWait, Kernel
+from echelon.foresight.trace import CONVOLUTIONS, TF32, UNKNOWN_STORAGE, HostWait, Kernel, Kind
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 """Classes of tensors that have no other tensors inside."""
@@ -57,6 +59,7 @@ _IN_PLACE = {
     _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
 }
 """Operators that autograd applies to fake zeros, with their forms in place, which ordinary zeros get."""
+_ON_TENSOR_CORES = frozenset({TF32, "bfloat16", "float16"})
 _DEVICE_OF = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 _NUMBERED = frozenset({torch.device("cpu", 0)})
@@ -368,21 +371,66 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             num_bytes = sum(size for _, size in reads) + sum(writes.values())
             self._copies.computed(facts.name, inputs, num_bytes, launches)
             return
+        if facts.is_slower and self._placement is not None:
+            log.assume(f"{facts.name.lstrip('_')} takes the time of its bytes alone, which is too short")
+        if facts.name in CONVOLUTIONS and self._placement is not None:
+            storages = zip(map(id, (*inputs, *outputs)), (*before, *after), strict=True)
+            self._enter_convolution(operation, out, dict(storages))
+            return
         flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())
-        phase, place, module = log.where(inputs)
+        self._launch(operation, outputs, facts.kind, flops, shape, reads, tuple(writes.items()))
+
+    def _enter_convolution(self, operation: _Operation, out: Any, storages: Mapping[int, int]) -> None:
+        """Writes the kernels of a convolution on a GPU.
+
+        Args:
+            operation: the convolution.
+            out: its results.
+            storages: storages of its tensors, by the identity of the tensor.
+        """
+        converts = self._computed(operation, ()) in _ON_TENSOR_CORES and not self.log.is_compiled()
+        for part in parts(operation.facts.name, operation.args, out, converts):
+            reads = tuple((storages[id(each)], _num_bytes(each)) for each in part.reads)
+            written = part.writes
+            copied = (UNKNOWN_STORAGE, reads[0][1])
+            writes = copied if written is None else (storages[id(written)], _num_bytes(written))
+            made = part.reads if written is None else [written]
+            self._launch(operation, made, part.kind, part.flops, part.shape, reads, (writes,))
+
+    def _computed(self, operation: _Operation, outputs: Sequence[Tensor]) -> str:
+        """Returns the type in which a kernel computes."""
+        facts, inputs = operation.facts, operation.inputs
         dtype = next((each.dtype for each in inputs if each.is_floating_point()), None)
         if dtype is None:
             dtype = next((each.dtype for each in (*inputs, *outputs)), torch.float32)
+        if facts.precision_of and dtype == torch.float32 and self._placement is not None:
+            return TF32 if precision_of("cuda", facts.precision_of) == "tf32" else "float32"
+        return name_of(dtype)
+
+    def _launch(
+        self,
+        operation: _Operation,
+        outputs: Sequence[Tensor],
+        kind: Kind,
+        flops: int,
+        shape: tuple[int, ...],
+        reads: tuple[tuple[int, int], ...],
+        writes: tuple[tuple[int, int], ...],
+    ) -> None:
+        """Writes a kernel of an operator into the log."""
+        _, facts, inputs, args, _ = operation
+        log = self.log
+        phase, place, module = log.where(inputs)
         log.entries.append(
             Kernel(
                 stream=log.stream,
                 name=facts.name,
-                kind=facts.kind,
+                kind=kind,
                 flops=flops,
-                dtype=name_of(dtype),
+                dtype=self._computed(operation, outputs),
                 shape=shape,
                 reads=reads,
-                writes=tuple(writes.items()),
+                writes=writes,
                 launches=launches_of(facts, args),
                 phase=phase,
                 place=place,

@@ -64,13 +64,15 @@ _DRAWS: Mapping[Any, Callable[[Sequence[int], Sequence[Any]], Tensor]] = {
 _ASSUMED: Mapping[Any, tuple[str, Callable[[Tensor], Tensor]]] = {
     _aten.nonzero.default: ("all elements are chosen", torch.ones_like),
     **dict.fromkeys(
-        (_aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default),
+        (_aten._unique.default, _aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default),
         ("all elements differ", lambda each: torch.arange(each.numel()).view_as(each)),
     ),
     _aten.bincount.default: ("all elements are 0", torch.zeros_like),
     _aten.repeat_interleave.Tensor: ("each element is repeated once", torch.ones_like),
 }
 """Operators whose results have a shape that depends on values: the assumption for an input without known values."""
+_ALIGNMENTS = _aten._ctc_loss.default
+"""Operator that also returns a number for each step and each place of the longest target, whose length is a value."""
 _COLLECTIVES: Mapping[str, Callable[[Tensor, int, int], Tensor]] = {
     "all_reduce(sum)": lambda value, _, size: value * size,
     "all_reduce(max)": lambda value, *_: value,
@@ -107,7 +109,7 @@ class _UnknownError(Exception):
 
 def decides_shape(func: Any) -> bool:
     """Whether the results of an operator have a shape that depends on values."""
-    return func in _ASSUMED
+    return func in _ASSUMED or func is _ALIGNMENTS
 
 
 def without_masks(
@@ -334,6 +336,11 @@ class Routing:
 
     def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], new: Callable[..., Tensor]) -> Any:
         """Returns the results of an operator whose shape depends on values. `new(shape, dtype)` makes a fake tensor."""
+        if func is _ALIGNMENTS:
+            steps, batch = args[0].shape[:2]
+            # For each label, and for a blank before, between and after them.
+            alignments = [batch, steps, 2 * max(args[3], default=0) + 1]
+            return new([batch], args[0].dtype), new(alignments, args[0].dtype)
         text, assumed = _ASSUMED[func]
         source = args[0]
         if source.numel() > _MOST:
@@ -352,6 +359,18 @@ class Routing:
             results.append(new(list(each.shape), each.dtype))
             self._set(results[-1], each, is_chosen=True)
         return tuple(results) if isinstance(made, tuple) else results[0]
+
+    def lengths_of_targets(self, lengths: Tensor | Sequence[int], targets: Tensor, batch: int) -> list[int]:
+        """Returns the lengths of the targets of `ctc_loss`, which the host reads. Equal ones are assumed if unknown."""
+        known = self.read(lengths) if isinstance(lengths, Tensor) else lengths
+        if isinstance(known, Tensor):
+            with real_tensors():
+                return [int(each) for each in known.reshape(-1)]
+        if known is not None:
+            return list(known)
+        self._assume("targets of ctc_loss are equally long")
+        longest = targets.shape[1] if targets.ndim == 2 else math.ceil(targets.numel() / max(1, batch))
+        return [longest] * batch
 
 
 def _remove(table: dict[int, Any], key: int, _: object) -> None:

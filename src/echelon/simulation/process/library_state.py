@@ -45,6 +45,19 @@ def _set_matmul_precision(value: str | None) -> None:
         torch.set_float32_matmul_precision(value)
 
 
+def _cudnn_allows_tf32() -> bool | None:
+    """Whether cuDNN may compute float32 by TF32. None as above."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:
+        return None
+
+
+def _allow_cudnn_tf32(value: bool | None) -> None:
+    if value is not None:
+        torch.backends.cudnn.allow_tf32 = value
+
+
 SETTINGS = (
     Setting(torch.get_default_dtype, torch.set_default_dtype),
     Setting(
@@ -56,11 +69,13 @@ SETTINGS = (
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
     Setting(_matmul_precision, _set_matmul_precision),
+    Setting(_cudnn_allows_tf32, _allow_cudnn_tf32),
     Setting(torch.is_warn_always_enabled, torch.set_warn_always),
     Setting(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     Setting(torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     Setting(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     Setting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    Setting(lambda: torch.backends.cudnn.enabled, partial(setattr, torch.backends.cudnn, "enabled")),
     Setting(lambda: torch.backends.cudnn.benchmark, partial(setattr, torch.backends.cudnn, "benchmark")),
     Setting(lambda: torch.backends.cudnn.deterministic, partial(setattr, torch.backends.cudnn, "deterministic")),
     Setting(_Invariants.is_enabled, lambda value: _Invariants.enable() if value else _Invariants.disable()),

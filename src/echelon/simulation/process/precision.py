@@ -67,5 +67,10 @@ class Precisions(State):
             self._set(*key, value)
 
     def finish(self, states: Sequence[_Values]) -> None:  # noqa: ARG002, D102
-        if self._replaced is not None:
-            self._replaced.close()
+        if self._replaced is None:
+            return
+        self._replaced.close()
+        # Other functions, such as `torch.set_float32_matmul_precision`, set them as well.
+        for key, value in self._outside.items():
+            if precision_of(*key) != value:
+                self._set(*key, value)

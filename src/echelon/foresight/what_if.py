@@ -1,0 +1,120 @@
+"""Forecasts of a step with one change: communication, kernels, TF32 or torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from echelon.foresight.play.fusion import fuse
+from echelon.foresight.play.played import Played, PlayedRole
+from echelon.foresight.play.player import play
+from echelon.foresight.report import seconds_text
+from echelon.foresight.trace import TF32, Kernel, Trace
+
+_LEAST_EXPOSED = 0.02
+"""Least exposed share of a step whose communication is worth hiding. Below it the kernels are tried instead."""
+_LEAST_KERNELS = 0.1
+"""Least share of a step that kernels have whose change is tried."""
+_IDEALS = {
+    "matmul": "matrix products ran at the peak of the GPU: ",
+    "attention": "attention ran at the peak of the GPU: ",
+    "other": "kernels but matmul and attention took no time: at best ",
+}
+"""Forecasts for the longest kind of kernels."""
+_NO_CHANGE = 5e-4
+"""Share of the step below which a change does not count."""
+
+
+def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
+    """Returns forecasts of a step, each with one change, as sentences that follow "what if".
+
+    Args:
+        played: the step as it is.
+        traces: recorded step of each role.
+    """
+    step = played.seconds
+    if not step:
+        return []
+    found = []
+    if sum(played.exposed.values()) > _LEAST_EXPOSED * step:
+        name, seconds = next(iter(played.exposed.items()))
+        found.append(
+            f"communication of {name.group} at {name.place or 'an unknown line'} were hidden by kernels: at best "
+            f"{_compared(step - seconds, step)}"
+        )
+    if not (played.device.curves or played.device.is_synchronous):
+        found += _with_tf32(played, traces)
+        found += _compiled(played, traces)
+    if sum(played.exposed.values()) <= _LEAST_EXPOSED * step:
+        found += _with_ideal_kernels(played, traces)
+    if len(played.cluster.hosts) > 1:
+        faster = replace(played.cluster, bandwidth=2 * played.cluster.bandwidth)
+        again = play(traces, played.classes, played.device, faster)
+        found.append(f"the network between hosts were twice as fast: {_compared(again.seconds, step)}")
+    return found
+
+
+def _slowest(played: Played) -> PlayedRole:
+    return max(played.roles.values(), key=lambda role: role.seconds)
+
+
+def _with_tf32(played: Played, traces: Mapping[int, Trace]) -> list[str]:
+    """Returns the forecast with products of float32 by TF32. Empty if they are short, or the GPU has none."""
+    device = played.device
+
+    def uses_float32(kernel: Kernel) -> bool:
+        return kernel.kind == "matmul" and kernel.dtype == "float32"
+
+    kernels = [each for each in _slowest(played).program.trace.entries if type(each) is Kernel]
+    seconds = sum(device.seconds(each) for each in kernels if uses_float32(each))
+    if TF32 not in device.peak or seconds < _LEAST_KERNELS * played.seconds:
+        return []
+    change = "products of float32 used TF32, as by torch.set_float32_matmul_precision('high')"
+    return _changed(change, played, traces, lambda each: each._replace(dtype=TF32) if uses_float32(each) else each)
+
+
+def _compiled(played: Played, traces: Mapping[int, Trace]) -> list[str]:
+    """Returns the forecast with compiled modules. Empty if some are compiled, or few kernels could be joined."""
+    slowest = _slowest(played)
+    kernels = [each for each in slowest.program.trace.entries if type(each) is Kernel]
+    if any(each.is_compiled for each in kernels) or slowest.shares.kernels.get("other", 0.0) < _LEAST_KERNELS:
+        return []
+    return _changed(
+        "torch.compile joined the small kernels of the modules",
+        played,
+        traces,
+        lambda each: each._replace(is_compiled=each.module >= 0),
+    )
+
+
+def _changed(what: str, played: Played, traces: Mapping[int, Trace], change: Callable[[Kernel], Kernel]) -> list[str]:
+    """Returns the forecast with changed kernels. Empty if the step is as long."""
+    changed = {
+        rank: fuse(
+            replace(trace, entries=tuple(change(each) if type(each) is Kernel else each for each in trace.entries))
+        )
+        for rank, trace in traces.items()
+    }
+    seconds = play(changed, played.classes, played.device, played.cluster).seconds
+    if abs(seconds / played.seconds - 1) < _NO_CHANGE:
+        return []
+    return [f"{what}: {_compared(seconds, played.seconds)}"]
+
+
+def _with_ideal_kernels(played: Played, traces: Mapping[int, Trace]) -> list[str]:
+    """Returns the forecast with the longest kind of kernels at its limit. Empty if another part is longer."""
+    shares = _slowest(played).shares
+    kind = max(shares.kernels, key=shares.kernels.__getitem__)
+    others = shares.contention, shares.exposed, shares.waiting, shares.idle, shares.copies, shares.host
+    # Measured times hold launches as well, which have no peak.
+    if shares.kernels[kind] <= max(others) or played.device.curves:
+        return []
+    ideal = play(traces, played.classes, replace(played.device, ideal=kind), played.cluster)
+    return [_IDEALS[kind] + _compared(ideal.seconds, played.seconds)]
+
+
+def _compared(seconds: float, step: float) -> str:
+    change = seconds / step - 1
+    if abs(change) < _NO_CHANGE:
+        return "no change"
+    return f"{seconds_text(seconds)} instead of {seconds_text(step)} ({change:+.1%})"

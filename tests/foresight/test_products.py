@@ -1,0 +1,222 @@
+"""Floating-point operations of products, and the precision in which a GPU computes those of float32."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from echelon import foresee
+from echelon.foresight.trace import UNKNOWN_STORAGE, Kernel
+
+CUDNN, MATMUL = torch.backends.cudnn, torch.backends.cuda.matmul
+
+
+def kernels(seen):
+    return [each for each in seen.traces[0].entries if isinstance(each, Kernel)]
+
+
+def one_of_each():
+    x = torch.randn(1, 2, 64, 64, device="cuda", requires_grad=True)
+    nn.Conv2d(2, 2, 3, device="cuda")(x).sum().backward()
+    return torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("setting", "product", "convolution"),
+    [
+        (lambda: None, "float32", "tf32"),
+        (lambda: torch.set_float32_matmul_precision("high"), "tf32", "tf32"),
+        (lambda: torch.set_float32_matmul_precision("medium"), "tf32", "tf32"),
+        (lambda: setattr(MATMUL, "allow_tf32", True), "tf32", "tf32"),
+        (lambda: setattr(CUDNN, "allow_tf32", False), "float32", "float32"),
+        (lambda: setattr(MATMUL, "fp32_precision", "tf32"), "tf32", "tf32"),
+        (lambda: setattr(CUDNN.conv, "fp32_precision", "ieee"), "float32", "float32"),
+    ],
+)
+def test_float32_is_computed_as_the_program_allows(setting, product, convolution):
+    def program():
+        setting()
+        one_of_each()
+
+    before = CUDNN.allow_tf32, torch.get_float32_matmul_precision(), MATMUL.fp32_precision
+    dtypes = {each.name: each.dtype for each in kernels(foresee(program, 1, gpu="a100")) if each.kind == "matmul"}
+    assert dtypes == {"mm": product, "convolution": convolution, "convolution_backward": convolution}
+    assert (CUDNN.allow_tf32, torch.get_float32_matmul_precision(), MATMUL.fp32_precision) == before
+
+
+def test_processors_know_no_tf32():
+    def program():
+        torch.set_float32_matmul_precision("high")
+        torch.ones(9, 9) @ torch.ones(9, 9)
+
+    seen = foresee(program, 1, gpu="cpu")
+    assert [each.dtype for each in kernels(seen) if each.name == "mm"] == ["float32"]
+
+
+def test_a_large_product_is_as_fast_as_the_data_sheet_says():
+    def program(precision):
+        torch.set_float32_matmul_precision(precision)
+        torch.empty(8192, 8192, device="cuda") @ torch.empty(8192, 8192, device="cuda")
+
+    plain, tf32 = (foresee(program, 1, (each,), gpu="a100").step_seconds for each in ("highest", "high"))
+    assert plain / tf32 == pytest.approx(156 / 19.5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("program", "flops"),
+    [
+        (lambda x: torch.addbmm(x(4, 6), x(3, 4, 5), x(3, 5, 6)), 2 * 3 * 4 * 5 * 6),
+        (lambda x: torch._int_mm(x(32, 16).char(), x(16, 8).char()), 2 * 32 * 16 * 8),
+        (lambda x: torch.cdist(x(2, 30, 8), x(2, 40, 8)), 2 * 2 * 30 * 40 * 8),
+        (lambda x: torch.cdist(x(2, 30, 8), x(2, 40, 8), p=1), 2 * 2 * 30 * 40 * 8),
+        (lambda x: F.bilinear(x(7, 3), x(7, 4), x(5, 3, 4)), 2 * 7 * 3 * 4 * 5),
+    ],
+    ids=["addbmm", "int_mm", "cdist", "cdist by sums", "bilinear"],
+)
+def test_products_without_a_formula_of_torch_have_flops(program, flops):
+    seen = foresee(lambda: program(lambda *shape: torch.empty(shape, device="cuda")), 1, gpu="h100")
+    assert [each.flops for each in kernels(seen) if each.kind == "matmul"] == [flops]
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (torch.linalg.eigh, "linalg_eigh"),
+        (torch.linalg.inv, "linalg_inv_ex"),
+        (torch.linalg.qr, "linalg_qr"),
+        (torch.linalg.vector_norm, ""),
+        (lambda x: x @ x, ""),
+    ],
+)
+def test_kernels_that_take_longer_than_their_bytes_are_named(program, name):
+    seen = foresee(lambda: program(torch.empty(8, 8, device="cuda")), 1, gpu="h100")
+    text = f"{name} takes the time of its bytes alone, which is too short at "
+    assert [each.startswith(text) for each in seen.assumptions if "bytes" in each] == [True] * bool(name)
+
+
+# Connectionist temporal classification
+
+
+def ctc(targets, lengths, device="cpu", shape=(20, 3, 7), **options):
+    scores = torch.randn(shape, device=device, requires_grad=True)
+    steps = (20, 20, 20) if isinstance(lengths, tuple) else torch.full_like(lengths, 20)
+    loss = F.ctc_loss(scores.log_softmax(-1), targets, steps, lengths, **options)
+    loss.sum().backward()
+    return loss.shape, scores.grad.shape
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"reduction": "sum", "zero_infinity": True}], ids=str)
+@pytest.mark.parametrize(
+    ("targets", "lengths", "shape", "longest"),
+    [
+        (lambda: torch.ones(3, 6, dtype=torch.int64), lambda: torch.tensor([2, 5, 3]), (20, 3, 7), 5),
+        (lambda: torch.ones(3, 6, dtype=torch.int64), lambda: (2, 5, 3), (20, 3, 7), 5),
+        (lambda: torch.ones(10, dtype=torch.int64), lambda: torch.tensor([2, 5, 3]), (20, 3, 7), 5),
+        (lambda: torch.ones(4, dtype=torch.int64), lambda: torch.tensor(4), (20, 7), 4),
+    ],
+    ids=["padded", "tuple", "joined", "one sample"],
+)
+def test_a_ctc_loss_has_the_shapes_and_the_memory_of_torch(targets, lengths, shape, longest, options):
+    def program():
+        shapes.append(ctc(targets().cuda(), lengths(), "cuda", shape, **options))
+
+    shapes = []
+    seen = foresee(program, 1, gpu="h100")
+    assert shapes[0] == ctc(targets(), lengths(), shape=shape, **options)
+    (loss,) = (each for each in kernels(seen) if each.name == "_ctc_loss")
+    batch = 3 if len(shape) == 3 else 1
+    assert sum(size for _, size in loss.writes) == 4 * batch * (1 + 20 * (2 * longest + 1))
+
+
+def test_unknown_lengths_of_a_ctc_loss_are_equal():
+    def program():
+        mask = torch.randn(3, 6, device="cuda") > 0
+        ctc(torch.ones(3, 6, dtype=torch.int64, device="cuda"), mask.sum(-1), "cuda")
+
+    seen = foresee(program, 1, gpu="h100")
+    assert [each.partition(" at ")[0] for each in seen.assumptions if "ctc_loss" in each] == [
+        "targets of ctc_loss are equally long",
+        "ctc_loss takes the time of its bytes alone, which is too short",
+        "ctc_loss_backward takes the time of its bytes alone, which is too short",
+    ]
+
+
+# Convolutions
+
+
+CONVOLUTIONS = {
+    "plain": (lambda: nn.Conv2d(8, 16, 3, padding=1), (2, 8, 12, 12)),
+    "stride": (lambda: nn.Conv2d(8, 16, 2, stride=2, bias=False), (2, 8, 12, 12)),
+    "groups": (lambda: nn.Conv2d(32, 64, 3, groups=2), (2, 32, 12, 12)),
+    "depthwise": (lambda: nn.Conv2d(32, 32, 3, groups=32), (2, 32, 12, 12)),
+    "dilation": (lambda: nn.Conv1d(8, 16, 3, dilation=2), (2, 8, 40)),
+    "transposed": (lambda: nn.ConvTranspose2d(8, 16, 3), (2, 8, 12, 12)),
+    "transposed groups": (lambda: nn.ConvTranspose3d(32, 64, 2, stride=2, groups=2), (2, 32, 4, 4, 4)),
+}
+
+
+def convolved(make, shape, device, *, layout=torch.contiguous_format, dtype=torch.float32, compiled=False):
+    layer = make().to(device, dtype, memory_format=layout)
+    run = torch.compile(layer) if compiled else layer
+    x = torch.empty(shape, device=device, dtype=dtype).to(memory_format=layout).requires_grad_()
+    run(x).backward(torch.empty_like(run(x)))
+
+
+@pytest.mark.parametrize(("make", "shape"), CONVOLUTIONS.values(), ids=list(CONVOLUTIONS))
+def test_a_convolution_is_a_product_for_each_result(make, shape):
+    with FlopCounterMode(display=False) as counter:
+        make()(torch.zeros(shape))
+    products = [
+        each for each in kernels(foresee(convolved, 1, (make, shape, "cuda"), gpu="h100")) if each.kind == "matmul"
+    ]
+    products = products[1:]  # one more forward, for the shape of the gradient
+    assert [each.name for each in products] == ["convolution", "convolution_backward", "convolution_backward"]
+    on_processor = kernels(foresee(convolved, 1, (make, shape, "cpu"), gpu="cpu"))
+    assert [each.flops for each in on_processor if each.kind == "matmul"][1:] == [
+        products[0].flops,
+        2 * products[0].flops,
+    ]
+    for each in products:
+        assert each.flops == counter.get_total_flops()
+        # A window that sticks out is cut off in one of the shapes, and rounded.
+        assert not each.shape or 2 * math.prod(each.shape) == pytest.approx(each.flops, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "converted"),
+    [
+        ("plain", {}, 3 * 2),
+        ("plain", {"layout": torch.channels_last}, 0),
+        ("plain", {"dtype": torch.float16}, 3 * 2),
+        ("plain", {"dtype": torch.float64}, 0),  # no tensor cores
+        ("plain", {"compiled": True}, 0),
+        ("groups", {}, 3 * 2),
+        ("depthwise", {}, 0),
+    ],
+    ids=str,
+)
+def test_images_with_channels_first_are_converted(name, options, converted):
+    """The input and the output of each product."""
+
+    def program():
+        convolved(*CONVOLUTIONS[name], "cuda", **options)
+
+    found = [each for each in kernels(foresee(program, 1, gpu="h100")) if "convolution" in each.name]
+    others = [each for each in found if each.kind == "other"]
+    # The other two: one more forward, and the gradient of the bias.
+    assert len(others) == converted + (2 if converted else 0) + 1
+    image = next(each for each in found if each.kind == "matmul").reads[0]
+    assert not converted or (others[0].reads, others[0].writes) == ((image,), ((UNKNOWN_STORAGE, image[1]),))
+
+
+def test_a_gradient_that_is_not_needed_has_no_kernel():
+    def program():
+        convolution = nn.Conv2d(8, 16, 3, device="cuda", dtype=torch.float64)
+        convolution.bias.requires_grad_(False)
+        convolution(torch.empty(2, 8, 12, 12, device="cuda", dtype=torch.float64)).sum().backward()
+
+    seen = foresee(program, 1, gpu="h100")
+    assert [each.kind for each in kernels(seen) if each.name == "convolution_backward"] == ["matmul"]
