@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import echelon
 from echelon.foresight.record.onednn import LSTM_LAYERS
-from echelon.foresight.trace import Allocate, Kernel
+from echelon.foresight.trace import Kernel
 
 WIDTH, HIDDEN = 48, 64
 
@@ -103,18 +103,9 @@ def test_convolutions_have_the_memory_of_a_real_run(program):
     assert seen.live_memory[0] == pytest.approx(real_peak(program), rel=0.02)
 
 
-@pytest.mark.parametrize("gpu", ["cpu", "h100"])
-def test_its_products_are_counted(gpu):
-    program = partial(lstm, 8, 20, "cpu" if gpu == "cpu" else "cuda", num_layers=2)
-    seen, found = foreseen(program, gpu)
+def test_its_products_are_counted():
+    seen, found = foreseen(partial(lstm, 8, 20, num_layers=2), "cpu")
     forward = 2 * 20 * 8 * 4 * HIDDEN * (WIDTH + HIDDEN + 2 * HIDDEN)
     assert sum(each.flops for each in found) == 3 * forward
     assert [each.kind for each in found] == ["matmul"] * 4
-    assert bool(seen.assumptions) == (gpu != "cpu")
-
-
-def test_a_gpu_keeps_six_values_for_each_unit():
-    seen, _ = foreseen(partial(lstm, 8, 20, "cuda"), "h100")
-    ((_, trace),) = seen.traces.items()
-    sizes = [each.num_bytes for each in trace.entries if isinstance(each, Allocate)]
-    assert sizes.count(6 * 8 * 20 * HIDDEN * 4) == 1
+    assert not seen.assumptions

@@ -56,6 +56,16 @@ def test_processors_know_no_tf32():
     assert [each.dtype for each in kernels(seen) if each.name == "mm"] == ["float32"]
 
 
+@pytest.mark.parametrize(("real", "complex_"), [(torch.float32, torch.complex64), (torch.float64, torch.complex128)])
+def test_a_product_of_complex_numbers_is_four_of_real_ones(real, complex_):
+    def program(dtype):
+        torch.empty(4096, 4096, device="cuda", dtype=dtype) @ torch.empty(4096, 4096, device="cuda", dtype=dtype)
+
+    seen = [foresee(program, 1, (each,), gpu="a100") for each in (real, complex_)]
+    assert seen[1].step_seconds / seen[0].step_seconds == pytest.approx(4, rel=0.01)
+    assert seen[1].mfu == pytest.approx(seen[0].mfu, rel=0.01)
+
+
 def test_a_large_product_is_as_fast_as_the_data_sheet_says():
     def program(precision):
         torch.set_float32_matmul_precision(precision)

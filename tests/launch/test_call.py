@@ -128,6 +128,22 @@ def test_the_group_comes_first_where_the_signature_takes_it(function, args, expe
         assert called(function, *args) == expected
 
 
+@pytest.mark.parametrize(
+    ("function", "has_hint"),
+    [
+        (lambda width, lr=0.1: width + lr, True),
+        (lambda config, lr=0.1: config.width + lr, True),
+        (lambda width, lr=0.1: width.rank + str(lr), False),  # another mistake
+        (lambda width, lr: width + lr, False),  # only the call with the group fits
+    ],
+)
+def test_an_error_over_an_unexpected_group_says_why_it_came(function, has_hint):
+    with pytest.raises((TypeError, AttributeError)) as raised:
+        echelon.simulate(function, 1, (3,))
+    hints = [note for note in raised.value.__notes__ if "got the group before args" in note]
+    assert len(hints) == has_hint
+
+
 def test_a_class_is_called_by_its_constructor():
     assert called(OfTwo, 1).given == (GROUP, 1)
     assert called(Trainer).given == (GROUP,)

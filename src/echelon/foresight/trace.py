@@ -16,6 +16,8 @@ MemoryKind: TypeAlias = Literal["parameters", "gradients", "optimizer", "activat
 
 TF32 = "tf32"
 """Dtype of a kernel that computes float32 by TensorFloat-32, which torch allows by `set_float32_matmul_precision`."""
+COMPLEX_PRODUCTS = 4
+"""Products of real numbers in one of complex numbers."""
 CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 """Operators whose products have a matrix that is not stored, with the inputs under each position of the window."""
 UNKNOWN_STORAGE = -1

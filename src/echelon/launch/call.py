@@ -34,10 +34,19 @@ class RankCall(NamedTuple):
     function: Callable[..., Any]
     args: tuple[object, ...]
     takes_group: bool
+    hint: str = ""
+    """Note on an error of a function that may not have expected the group."""
 
     def run(self, group: ProcessGroup) -> Any:
         """Calls the function on this rank and returns its result."""
-        return self.function(group, *self.args) if self.takes_group else self.function(*self.args)
+        if not self.takes_group:
+            return self.function(*self.args)
+        try:
+            return self.function(group, *self.args)
+        except (TypeError, AttributeError) as error:
+            if self.hint and ProcessGroup.__name__ in str(error):
+                error.add_note(self.hint)
+            raise
 
 
 def rank_call(function: object, args: object) -> RankCall:
@@ -74,7 +83,8 @@ def rank_call(function: object, args: object) -> RankCall:
         for takes_group in of_group:
             given = (_GROUP, *args) if takes_group else args
             if all(_fits(signature, given) for signature in required):
-                return RankCall(function, args, takes_group)
+                is_ambiguous = takes_group and all(_fits(signature, args) for signature in required)
+                return RankCall(function, args, takes_group, _hint(_name(function)) if is_ambiguous else "")
     name = _name(function)
     texts = [shown(value) for value in args]
     with_group, without = f"{name}({', '.join(['group', *texts])})", f"{name}({', '.join(texts)})"
@@ -113,6 +123,13 @@ def _signatures(function: Callable[..., Any]) -> list[inspect.Signature]:
         return [inspect.signature(function, follow_wrapped=False), inspect.signature(function)]
     except (TypeError, ValueError):  # some builtins and classes written in C
         return []
+
+
+def _hint(name: str) -> str:
+    return (
+        f"{name} got the group before args, as it takes one argument more: give args for all of its parameters, or "
+        f"functools.partial({name}, ...) with the others by name"
+    )
 
 
 def _begins_with_a_value(signature: inspect.Signature) -> bool:

@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
 
-from echelon.foresight.trace import CONVOLUTIONS, TF32, Copy, HostKernel, Kernel
+from echelon.foresight.trace import COMPLEX_PRODUCTS, CONVOLUTIONS, TF32, Copy, HostKernel, Kernel
 
 ITEMSIZES: Mapping[str, int] = {
     "float64": 8,
@@ -27,6 +27,8 @@ ITEMSIZES: Mapping[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
     "int8": 1,
+    "complex64": 8,
+    "complex128": 16,
 }
 
 
@@ -147,6 +149,8 @@ class Device:
 
     def peak_of(self, dtype: str) -> float:
         """Returns the dense FLOP/s of a dtype. A dtype that is not listed counts as float32."""
+        if dtype == "complex128":
+            dtype = "float64"
         return self.peak.get(dtype) or self.peak["float32"]
 
     def slowest(self, num_devices: int) -> Device:
@@ -172,7 +176,7 @@ class Device:
             return _measured(self.curves, kernel)
         if kernel.kind == "matmul" and kernel.shape:
             moved = kernel.num_bytes if kernel.name in CONVOLUTIONS else None
-            return matmul_seconds(self, kernel.dtype, *kernel.shape, moved)
+            return kernel.launches * matmul_seconds(self, kernel.dtype, *kernel.shape, moved)
         if kernel.kind == "attention" and kernel.shape:
             queries, keys, head_dim = kernel.shape[2:]
             return attention_seconds(self, kernel.dtype, kernel.flops, queries, keys, head_dim)
@@ -217,6 +221,8 @@ def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: in
     if min(m, n, k) < 1:
         return device.kernel_seconds
     rate = device.peak_of(dtype) * device.matmul_share / device.num_sms
+    if dtype.startswith("complex"):
+        rate /= COMPLEX_PRODUCTS
     best = math.inf
     for tile in TILES:
         tiles = batch * math.ceil(m / tile.rows) * math.ceil(n / tile.columns)

@@ -21,6 +21,7 @@ from echelon._torch_private.tensors import FakeTensor, default_device_of, known_
 from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.placement import FACTORIES, HOST, MOVES, is_gpu, is_host
+from echelon.foresight.record.recurrent import GATES, pack_padded, pad_packed, recurrent
 from echelon.foresight.trace import HostWait
 from echelon.wording import counted
 
@@ -327,13 +328,6 @@ def _histogram(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(tensor.double(), *others, **kwargs).to(tensor.dtype)
 
 
-def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes a recurrent network by the kernels of the CPU. torch uses cuDNN's on a GPU, which are not modelled."""
-    if (recording := recording_here()) is not None:
-        recording.log.assume("a recurrent network takes the kernels of a CPU, not those of cuDNN")
-    return func(*args, **kwargs)
-
-
 def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes a CTC loss by its kernel. torch's own function reads lengths, and makes a tensor of them in C++."""
     names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
@@ -441,7 +435,9 @@ _SPECIAL: dict[str, _Special] = {
     "cuda": _moved_to_gpu,
     "histc": _histogram,
     "ctc_loss": _ctc_loss,
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    **dict.fromkeys(GATES, recurrent),
+    "_pack_padded_sequence": pack_padded,
+    "_pad_packed_sequence": pad_packed,
     "type": _typed,
     "get_device": _index,
     "pin_memory": _pinned,

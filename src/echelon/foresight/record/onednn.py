@@ -22,8 +22,6 @@ _BLOCK = 16
 """Channels of a block."""
 _GRADIENT = 10
 """Position of the gradient of the output among the arguments of backward."""
-_KEPT_ON_GPU = 6
-"""Values for each step, sequence and unit that a GPU keeps for the backward: gates, cell and its tanh. An estimate."""
 _OF_16_BITS = 0.71
 """Workspace of bfloat16 by that of float32, whose gradients and cells stay float32. Measured with oneDNN."""
 
@@ -35,16 +33,13 @@ def products_of(args: Sequence[Any]) -> tuple[int, int, int, int]:
     return num_steps, num_sequences, _GATES * hidden, width + hidden
 
 
-def with_workspace(out: Sequence[Tensor], args: Sequence[Any], on_gpu: bool) -> tuple[Tensor, ...]:
+def with_workspace(out: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tensor, ...]:
     """Returns the results of a layer, with a workspace of its true size."""
     sequence = args[0]
     num_steps, num_sequences, width = sequence.shape
     hidden = args[2].shape[1]
-    if on_gpu:
-        num_bytes = _KEPT_ON_GPU * num_steps * num_sequences * hidden * sequence.element_size()
-    else:
-        num_bytes = _workspace(num_steps, num_sequences, width, hidden)
-        num_bytes = num_bytes if sequence.element_size() > 2 else int(_OF_16_BITS * num_bytes)
+    num_bytes = _workspace(num_steps, num_sequences, width, hidden)
+    num_bytes = num_bytes if sequence.element_size() > 2 else int(_OF_16_BITS * num_bytes)
     return (*out[:3], sequence.new_empty(num_bytes, dtype=torch.uint8))
 
 

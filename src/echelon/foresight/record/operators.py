@@ -15,7 +15,7 @@ from echelon._torch_private.tensors import facts_of
 from echelon.foresight.record.convolutions import flops_of_gradients
 from echelon.foresight.record.dtypes import is_checked
 from echelon.foresight.record.onednn import products_of
-from echelon.foresight.trace import Kind
+from echelon.foresight.trace import COMPLEX_PRODUCTS, Kind
 
 Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]
 """Meaning of an operator for the recorder. Views and allocations launch nothing. A read brings a value to the host."""
@@ -206,9 +206,10 @@ def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, A
         return int(facts.flops(args, kwargs)), _attention_shape(facts.name, args)
     shape = facts.shape(args) if facts.shape else ()
     # torch has no formula for some products.
-    if facts.flops is None:
-        return 2 * math.prod(shape), shape
-    return int(facts.flops(*args, **kwargs, out_val=out)), shape
+    flops = 2 * math.prod(shape) if facts.flops is None else int(facts.flops(*args, **kwargs, out_val=out))
+    if any(isinstance(each, Tensor) and each.is_complex() for each in args):
+        flops *= COMPLEX_PRODUCTS
+    return flops, shape
 
 
 # Matrix products

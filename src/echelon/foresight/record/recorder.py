@@ -310,7 +310,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             held.append(operation.inputs[0].new_empty(num_bytes, dtype=torch.uint8))
             with without_functions():
                 self.memory.number(held[0])
-        return with_workspace(out, args, not on_host) if name == "mkldnn_rnn_layer" else out
+        return with_workspace(out, args) if name == "mkldnn_rnn_layer" else out
 
     def _grouped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Makes the result of a grouped product. torch's fake one takes bfloat16 alone, its kernels all floats."""
