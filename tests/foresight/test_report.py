@@ -278,3 +278,10 @@ def test_the_shortest_published_step_is_that_of_the_table(gpu):
 def test_the_most_exposed_share_is_that_of_the_table():
     shares = re.findall(r"\| \d+ / \d+ / \d+ / (\d+) \|", (BENCHMARK / "rows.md").read_text())
     assert max(map(int, shares)) == round(100 * _MOST_EXPOSED)
+
+
+def test_a_report_on_convolutions_names_the_memory_of_cudnn():
+    text = "memory of cuDNN while it computes a convolution"
+    assert text in like_published(name="convolution").to_json()["not_modelled"]
+    assert text in " ".join(str(like_published(name="convolution")).split())
+    assert text not in " ".join(str(like_published()).split())

@@ -80,7 +80,7 @@ class AccuracyHere(NamedTuple):
 HERE = AccuracyHere(34, 0.067, 0.176)
 """From benchmarks/foresee/here.py: DDP, FSDP2, tensor parallelism and pipelines on 1 to 8 ranks."""
 
-NOT_MODELLED = ("jitter", "other jobs on the network", "data loading")
+_NOT_MODELLED = ("jitter", "other jobs on the network", "data loading")
 """Parts of a real run that the model leaves out."""
 
 
@@ -178,7 +178,7 @@ class Report:
             "assumptions": list(self.assumptions),
             "skipped": list(self.skipped),
             "what_if": list(self.what_ifs),
-            "not_modelled": list(NOT_MODELLED),
+            "not_modelled": not_modelled(self.played),
             "accuracy": None if accuracy is None else accuracy._asdict() | {"unlike": unlike(played, accuracy)},
         }
 
@@ -299,7 +299,7 @@ class Report:
         lines.append(f"accuracy: {accuracy_text(self.played)}")
         if (uncounted := self.uncounted_text) and not self.fits_narrowly:
             lines.append(f"not counted: {uncounted}")
-        lines.append(f"not modelled: {', '.join(NOT_MODELLED)}")
+        lines.append(f"not modelled: {', '.join(not_modelled(self.played))}")
         return Text("\n".join(lines))
 
     @property
@@ -327,6 +327,13 @@ class Report:
         """Memory that no figure counts, with its rough size. Empty on processors."""
         size = self.memory.uncounted(self.fullest)
         return f"memory of CUDA's context and NCCL's buffers, about {size_text(size)} of each GPU" if size else ""
+
+
+def not_modelled(played: Played) -> list[str]:
+    """Returns the parts of a real step that a forecast leaves out."""
+    kernels = (each for role in played.roles.values() for each in role.program.trace.entries if type(each) is Kernel)
+    uses_cudnn = not played.device.is_synchronous and any(each.name in CONVOLUTIONS for each in kernels)
+    return [*_NOT_MODELLED, *["memory of cuDNN while it computes a convolution"] * uses_cudnn]
 
 
 def accuracy_of(played: Played) -> Accuracy | None:

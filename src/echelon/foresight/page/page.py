@@ -15,7 +15,7 @@ from rich.table import Table
 from echelon.foresight.memory import NAMES, TONES, Curve, highest, limit_text
 from echelon.foresight.page.lanes import lanes_of
 from echelon.foresight.play.played import Played
-from echelon.foresight.report import NOT_MODELLED, Report, accuracy_of, accuracy_text, seconds_text, size_text
+from echelon.foresight.report import Report, accuracy_of, accuracy_text, not_modelled, seconds_text, size_text
 from echelon.timeline.palette import COLORS
 from echelon.timeline.widget.data import Data, Panel
 from echelon.timeline.widget.markup import script, style, widget
@@ -94,7 +94,7 @@ def _sentence(seen: Foreseen, report: Report) -> str:
 
 def _unmodelled(report: Report) -> str:
     counted = f"Not counted: {report.uncounted_text}. " if report.uncounted_text else ""
-    return f"{counted}Not modelled: {', '.join(NOT_MODELLED)}."
+    return f"{counted}Not modelled: {', '.join(not_modelled(report.played))}."
 
 
 def _sentence_of(text: str) -> str:
