@@ -91,7 +91,8 @@ def test_it_runs(program):
 
 def normalizes(wrapped):
     device = programs.begin()
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).to(device)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
     model = DistributedDataParallel(model, device_ids=[device.index]) if wrapped else model
     steps(model, torch.randn(4, 8, device=device))
 

@@ -1,9 +1,11 @@
 """Programs whose shapes depend on values: routed experts, masks and counts."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import M2M100Config, M2M100Model
 
 from echelon import UnsupportedOp, foresee
 from echelon.foresight.record import routing
@@ -164,6 +166,60 @@ def test_layers_that_are_left_out_by_chance_stay(gpu):
     seen = foresee(program, 1, gpu=gpu)
     assert [entry.name for entry in seen.traces[0].entries if isinstance(entry, Kernel)].count("mm") == 2
     assert [each.rpartition(" at ")[0] for each in seen.assumptions if " at " in each] == ["a random number is 0.5"]
+
+
+def test_layers_of_a_library_that_are_left_out_by_chance_stay():
+    """The library makes the number where its models are, as far as a forecast knows."""
+
+    def program():
+        sizes = {
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+        }
+        config = M2M100Config(vocab_size=16, d_model=16, encoder_layers=2, decoder_layers=2, **sizes)
+        words = torch.ones(2, 4, dtype=torch.int64, device="cuda")
+        M2M100Model(config).cuda()(input_ids=words, decoder_input_ids=words)
+
+    seen = foresee(program, 1, gpu="h100")
+    # Layers of the encoder have one, those of the decoder two.
+    assert [entry.kind for entry in seen.traces[0].entries if isinstance(entry, Kernel)].count("attention") == 2 + 2 * 2
+    assert [each.rpartition(" at ")[0] for each in seen.assumptions if " at " in each] == ["a random number is 0.5"]
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        lambda: [each.item() for each in torch.linspace(0, 0.5, 3)],
+        lambda: [each.item() for each in torch.Tensor(np.linspace(0, 0.5, 3))],
+        lambda: torch.tensor([0.0, 0.25, 0.5]).tolist(),
+        lambda: [0.0, *(torch.logspace(-2, -1, 2, 2)).tolist()],
+    ],
+    ids=["linspace", "numpy", "tensor", "logspace"],
+)
+def test_rates_that_the_program_makes_are_known(rates):
+    """Vision models leave out layers by rates of linspace. They were read as 1."""
+    found = []
+    seen = foresee(lambda: (found.extend(rates()), torch.ones(2, device="cuda") + 1), 1, gpu="h100")
+    assert found == [0.0, 0.25, 0.5]
+    assert not any("a value of a tensor" in each for each in seen.assumptions)
+
+
+@pytest.mark.parametrize(
+    "is_finite",
+    [
+        lambda x: not x.isnan().any(),
+        lambda x: x.isnan().sum() == 0,
+        lambda x: x.isinf().sum() < 1,
+        lambda x: x.isnan().logical_not().all(),
+        lambda x: torch.isfinite(x).all(),
+    ],
+)
+def test_values_are_finite_however_a_program_asks(is_finite):
+    found = []
+    foresee(lambda: found.append(bool(is_finite(torch.ones(4, device="cuda") + 1))), 1, gpu="h100")
+    assert found == [True]
 
 
 def test_a_number_on_the_gpu_is_written_at_positions():

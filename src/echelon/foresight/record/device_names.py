@@ -310,9 +310,10 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Returns the output."""
+        """Returns the output itself, since a view could not be changed in place, as by ReLU."""
         ctx.group = group
-        return output.view_as(output)
+        ctx.mark_dirty(output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -87,6 +87,7 @@ _OVERWRITES = frozenset(
 )
 """Operators that write their first argument without having read it."""
 _FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
+_NEGATES = frozenset({"eq", "le", "lt", "logical_not", "bitwise_not"})
 _TAKES_MASKS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "masked_select"})
 """Operators whose arguments after the first can be masks, so that shapes depend on values."""
 _INTO_A_PART = frozenset({"all_gather_copy_in"})
@@ -132,6 +133,8 @@ class Operator(NamedTuple):
     is_foreach: bool
     finds_overflow: bool
     """Whether its last output says if values are infinite or not a number."""
+    negates: bool
+    """Whether it is true of numbers that are 0, as in `x.isnan().sum() == 0`."""
     takes_masks: bool
     keeps_terms: bool
     """Whether a single number that it returns keeps the memory of one for each element of the inputs."""
@@ -164,6 +167,7 @@ def operator(func: Any) -> Operator:
         overwrites=name in _OVERWRITES,
         into_a_part=name in _INTO_A_PART,
         finds_overflow=name in _FINDS_OVERFLOW,
+        negates=name in _NEGATES,
         takes_masks=name in _TAKES_MASKS,
         keeps_terms=name in _KEEPS_TERMS,
         checks_dtypes=is_checked(name),

@@ -294,7 +294,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 placement.resulted(tensors_in((out,)), before, where)
                 if where == GPU and facts.writes and not placement.takes_both(facts.name):
                     placement.written(operation.written())
-            if facts.name == "rand" and out.numel() == 1 and (self._placement is None or where not in (None, GPU)):
+            # Unknown places are those of libraries, such as Hugging Face's, which mean the host.
+            if facts.name == "rand" and out.numel() == 1 and (self._placement is None or where != GPU):
                 # A program compares it with a probability: LayerDrop leaves out a layer if the number is smaller.
                 self.log.assume("a random number is 0.5")
                 with real_tensors():
@@ -355,7 +356,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         changed = [number(each) for each in written]
         made = [(key, each) for key, each in zip(after, outputs, strict=True) if key not in changed]
         writes = _by_storage([*zip(changed, written, strict=True), *made])
-        if facts.finds_overflow or (self._of_overflow and before and self._of_overflow.issuperset(before)):
+        is_found = self._of_overflow and before and self._of_overflow.issuperset(before) and not facts.negates
+        if facts.finds_overflow or is_found:
             self._of_overflow.update(number(each) for each in (written[-1:] if facts.writes else outputs))
         if facts.is_sparse:
             reads: tuple[tuple[int, int], ...] = ((UNKNOWN_STORAGE, sum(writes.values())),)

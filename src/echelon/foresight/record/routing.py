@@ -30,6 +30,8 @@ from echelon.errors import UnsupportedOp
 _aten = torch.ops.aten
 _MOST, _FEW = 1 << 24, 1 << 16
 """Elements of a tensor up to which its values are computed: where they follow from a choice, and elsewhere."""
+_FLOATS = 1 << 10
+"""Elements of a tensor of floating-point numbers that the program wrote, up to which it has values."""
 _EVENLY = "indices are chosen evenly"
 _CHOICES: Mapping[Any, int] = {
     _aten.topk.default: 2,
@@ -53,8 +55,12 @@ _FILLS: Mapping[Any, Callable[[Sequence[int], Sequence[Any]], Tensor]] = {
     _aten.arange.default: lambda _, args: torch.arange(*args),
     _aten.arange.start: lambda _, args: torch.arange(*args),
     _aten.arange.start_step: lambda _, args: torch.arange(*args),
+    _aten.linspace.default: lambda _, args: torch.linspace(*args[:3]),
+    _aten.logspace.default: lambda _, args: torch.logspace(*args[:4]),
 }
 """Operators that make tensors of known integers: functions of the shape and the arguments that make them."""
+_SPACED = frozenset({_aten.linspace.default, _aten.logspace.default})
+"""Those whose floating-point numbers count, too, such as the rates at which vision models leave layers out."""
 _DRAWS: Mapping[Any, Callable[[Sequence[int], Sequence[Any]], Tensor]] = {
     _aten.randint.default: lambda shape, args: _spread(shape, 0, args[0]),
     _aten.randint.low: lambda shape, args: _spread(shape, args[0], args[1]),
@@ -230,7 +236,7 @@ class Routing:
 
     def wrote(self, tensor: Tensor, value: Tensor) -> None:
         """Notes the values of a tensor that the program makes of its own numbers."""
-        if not value.dtype.is_floating_point and value.numel() <= _FEW:
+        if value.numel() <= (_FLOATS if value.dtype.is_floating_point else _FEW):
             with real_tensors():
                 self._set(tensor, value.detach().clone(), is_chosen=False)
 
@@ -258,15 +264,15 @@ class Routing:
         elif func in _CHOICES:
             self._choose(_CHOICES[func], args, kwargs, out)
         elif func in _FILLS:
-            self._fill(partial(_FILLS[func], list(out.shape), args), out)
+            self._fill(partial(_FILLS[func], list(out.shape), args), out, func in _SPACED)
         elif func in _DRAWS and not out.dtype.is_floating_point and out.numel() <= _FEW:
             with real_tensors():
                 self._set(out, _DRAWS[func](list(out.shape), args).to(out.dtype), is_chosen=True)
         elif written and self._filled:
             self.drop(written)
 
-    def _fill(self, make: Callable[[], Tensor], out: Tensor) -> None:
-        if out.dtype.is_floating_point or out.numel() > _MOST:
+    def _fill(self, make: Callable[[], Tensor], out: Tensor, is_spaced: bool) -> None:
+        if (out.dtype.is_floating_point and not is_spaced) or out.numel() > _MOST:
             return
         if out.numel() > _FEW:
             key = id(out)
