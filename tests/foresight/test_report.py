@@ -189,6 +189,10 @@ def test_a_step_that_mostly_waits_says_so():
         ({"dtype": "float32"}, "they compute in 16 bits"),
         ({"flops": 10**13, "dtype": "float32"}, "the shortest took 578.00 ms, and they compute in 16 bits"),
         ({"name": "convolution"}, "they have no convolutions"),
+        (
+            {"flops": 10**13, "dtype": "float32", "name": "convolution"},
+            "the shortest took 578.00 ms, they compute in 16 bits, and they have no convolutions",
+        ),
     ],
 )
 def test_a_step_unlike_the_published_ones_has_no_error_beside_it(options, reason):

@@ -89,6 +89,32 @@ def test_products_of_float32_are_tried_with_tf32():
     assert not any(text in each for each in (*short, *half, *found(Step().kernel(1, dtype="float32", **product))))
 
 
+def test_images_are_tried_with_channels_last():
+    def program(layout, compiled):
+        model = nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)).cuda().to(memory_format=layout)
+        run = torch.compile(model) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            run(torch.ones(256, 64, 56, 56, device="cuda").to(memory_format=layout)).sum().backward()
+            optimizer.step()
+
+    plain, last, compiled = (
+        foresee(program, 1, (layout, is_compiled), gpu="a100")
+        for layout, is_compiled in (
+            (torch.contiguous_format, False),
+            (torch.channels_last, False),
+            (torch.contiguous_format, True),
+        )
+    )
+    (text,) = (each for each in plain.what_ifs if each.startswith("images had channels last"))
+    # Without the copy of the batch into that layout, which a real program makes once.
+    copy = 2 * 4 * 256 * 64 * 56 * 56 / (plain.device.memory_bandwidth * plain.device.memory_share)
+    assert f": {seconds_text(last.step_seconds - copy)} instead of {seconds_text(plain.step_seconds)}" in text
+    (text,) = (each for each in plain.what_ifs if each.startswith("torch.compile"))
+    assert f": {seconds_text(compiled.step_seconds)} instead of {seconds_text(plain.step_seconds)}" in text
+    assert not any("channels last" in each for each in (*last.what_ifs, *compiled.what_ifs))
+
+
 def test_small_kernels_are_tried_as_compiled_ones():
     def program(compiled, device):
         model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512), nn.Tanh()).to(device, torch.bfloat16)

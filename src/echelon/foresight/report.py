@@ -372,7 +372,8 @@ def unlike(played: Played, accuracy: Accuracy) -> str:
         reasons.append("they have no convolutions")
     if any(_offloaded(role) >= _LEAST_OFFLOADED * played.seconds for role in played.roles.values()):
         reasons.append("they neither copy from and to the CPU nor compute there")
-    return ", and ".join(reasons)
+    *first, last = reasons or [""]
+    return f"{', '.join(first)}, and {last}" if first else last
 
 
 def _offloaded(role: PlayedRole) -> float:

@@ -20,6 +20,8 @@ COMPLEX_PRODUCTS = 4
 """Products of real numbers in one of complex numbers."""
 CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 """Operators whose products have a matrix that is not stored, with the inputs under each position of the window."""
+CHANNELS_LAST = "to_channels_last"
+"""Name of a kernel by which cuDNN changes the layout of images, for a convolution or after it."""
 UNKNOWN_STORAGE = -1
 """Storage of bytes that are an unknown part of a tensor, such as the rows that an embedding reads."""
 

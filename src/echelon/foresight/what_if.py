@@ -1,15 +1,15 @@
-"""Forecasts of a step with one change: communication, kernels, TF32 or torch.compile."""
+"""Forecasts of a step with one change: communication, kernels, their precision or layout, or torch.compile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from echelon.foresight.play.fusion import fuse
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.play.player import play
 from echelon.foresight.report import seconds_text
-from echelon.foresight.trace import TF32, Kernel, Trace
+from echelon.foresight.trace import CHANNELS_LAST, TF32, Entry, Kernel, Trace
 
 _LEAST_EXPOSED = 0.02
 """Least exposed share of a step whose communication is worth hiding. Below it the kernels are tried instead."""
@@ -44,6 +44,7 @@ def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
         )
     if not (played.device.curves or played.device.is_synchronous):
         found += _with_tf32(played, traces)
+        found += _with_channels_last(played, traces)
         found += _compiled(played, traces)
     if sum(played.exposed.values()) <= _LEAST_EXPOSED * step:
         found += _with_ideal_kernels(played, traces)
@@ -73,6 +74,12 @@ def _with_tf32(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     return _changed(change, played, traces, lambda each: each._replace(dtype=TF32) if uses_float32(each) else each)
 
 
+def _with_channels_last(played: Played, traces: Mapping[int, Trace]) -> list[str]:
+    """Returns the forecast with images that need no other layout. Empty if none do."""
+    change = "images had channels last, as by .to(memory_format=torch.channels_last) of model and batch"
+    return _changed(change, played, traces, lambda each: None if each.name == CHANNELS_LAST else each)
+
+
 def _compiled(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     """Returns the forecast with compiled modules. Empty if some are compiled, or few kernels could be joined."""
     slowest = _slowest(played)
@@ -83,18 +90,25 @@ def _compiled(played: Played, traces: Mapping[int, Trace]) -> list[str]:
         "torch.compile joined the small kernels of the modules",
         played,
         traces,
-        lambda each: each._replace(is_compiled=each.module >= 0),
+        # The compiler chooses channels last by itself.
+        lambda each: None if each.name == CHANNELS_LAST else each._replace(is_compiled=each.module >= 0),
     )
 
 
-def _changed(what: str, played: Played, traces: Mapping[int, Trace], change: Callable[[Kernel], Kernel]) -> list[str]:
-    """Returns the forecast with changed kernels. Empty if the step is as long."""
-    changed = {
-        rank: fuse(
-            replace(trace, entries=tuple(change(each) if type(each) is Kernel else each for each in trace.entries))
-        )
-        for rank, trace in traces.items()
-    }
+def _changed(
+    what: str, played: Played, traces: Mapping[int, Trace], change: Callable[[Kernel], Kernel | None]
+) -> list[str]:
+    """Returns the forecast with changed kernels, None for none. Empty if no kernel changes, or the step is as long."""
+    if not any(type(each) is Kernel and change(each) != each for trace in traces.values() for each in trace.entries):
+        return []
+
+    def entries(trace: Trace) -> Iterator[Entry]:
+        for each in trace.entries:
+            entry = change(each) if type(each) is Kernel else each
+            if entry is not None:
+                yield entry
+
+    changed = {rank: fuse(replace(trace, entries=tuple(entries(trace)))) for rank, trace in traces.items()}
     seconds = play(changed, played.classes, played.device, played.cluster).seconds
     if abs(seconds / played.seconds - 1) < _NO_CHANGE:
         return []

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from echelon.foresight.trace import Kind
+from echelon.foresight.trace import CHANNELS_LAST, Kind
 
 Shape: TypeAlias = tuple[int, ...]
 Result: TypeAlias = Literal["output", "input", "weight"]
@@ -28,6 +28,7 @@ _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 class Part(NamedTuple):
     """A kernel of a convolution."""
 
+    name: str
     kind: Kind
     flops: int
     shape: Shape
@@ -84,10 +85,12 @@ def parts(name: str, args: Sequence[Any], out: Any, converts: bool) -> list[Part
         images = [each for each in (*read[:2], written) if each is not weight and each.shape != weight.shape]
         # torch has kernels of its own for depthwise ones, in any layout.
         if converts and (groups == 1 or weight.shape[1] > 1):
-            found += [Part("other", 0, (), [each], None) for each in images if not _has_channels_last(each)]
-        found.append(Part("matmul", flops, shape, read, written))
+            found += [
+                Part(CHANNELS_LAST, "other", 0, (), [each], None) for each in images if not _has_channels_last(each)
+            ]
+        found.append(Part(name, "matmul", flops, shape, read, written))
     if name != "convolution" and out[2] is not None:
-        found.append(Part("other", 0, (), [y], out[2]))
+        found.append(Part(name, "other", 0, (), [y], out[2]))
     return found
 
 

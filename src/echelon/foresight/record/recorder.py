@@ -380,7 +380,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             self._enter_convolution(operation, out, dict(storages))
             return
         flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())
-        self._launch(operation, outputs, facts.kind, flops, shape, reads, tuple(writes.items()))
+        self._launch(operation, outputs, facts.kind, flops, shape, reads, tuple(writes.items()), facts.name)
 
     def _enter_convolution(self, operation: _Operation, out: Any, storages: Mapping[int, int]) -> None:
         """Writes the kernels of a convolution on a GPU.
@@ -397,7 +397,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             copied = (UNKNOWN_STORAGE, reads[0][1])
             writes = copied if written is None else (storages[id(written)], _num_bytes(written))
             made = part.reads if written is None else [written]
-            self._launch(operation, made, part.kind, part.flops, part.shape, reads, (writes,))
+            self._launch(operation, made, part.kind, part.flops, part.shape, reads, (writes,), part.name)
 
     def _computed(self, operation: _Operation, outputs: Sequence[Tensor]) -> str:
         """Returns the type in which a kernel computes."""
@@ -418,6 +418,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         shape: tuple[int, ...],
         reads: tuple[tuple[int, int], ...],
         writes: tuple[tuple[int, int], ...],
+        name: str,
     ) -> None:
         """Writes a kernel of an operator into the log."""
         _, facts, inputs, args, _ = operation
@@ -426,7 +427,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         log.entries.append(
             Kernel(
                 stream=log.stream,
-                name=facts.name,
+                name=name,
                 kind=kind,
                 flops=flops,
                 dtype=self._computed(operation, outputs),
