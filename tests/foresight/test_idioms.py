@@ -106,6 +106,17 @@ def test_sync_batch_norm_gathers_statistics_and_adds_up_gradients(wrapped):
     assert len(kinds) == (5 if wrapped else 2)
 
 
+def copies_to_all_gpus():
+    model = nn.Linear(8, 8).cuda()
+    nn.DataParallel(model)(torch.randn(4, 8, device="cuda")).sum().backward()
+
+
+def test_a_data_parallel_of_one_gpu_is_its_module():
+    assert foresee(copies_to_all_gpus, 1, gpu="h100").step_seconds > 0
+    with pytest.raises(UnsupportedOp, match="DataParallel on 2 GPUs is not foreseen: use DistributedDataParallel"):
+        foresee(copies_to_all_gpus, 2, gpu="h100", hosts=1)
+
+
 def synchronizes_parameters():
     device = programs.begin()
     model = FullyShardedDataParallel(nn.Linear(8, 8).to(device), device_id=device, sync_module_states=True)

@@ -36,6 +36,7 @@ from echelon._torch_private.tensors import (
     tree_leaves,
     without_functions,
 )
+from echelon.errors import UnsupportedOp
 from echelon.foresight.record.autocast import autocast_as_on_gpu
 from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.copies import Copies
@@ -81,6 +82,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             # Not by `OnDevice`, which torch leaves while it runs a function that calls it, as of nn.MultiheadAttention.
             wrap(nn.functional, "scaled_dot_product_attention", _attention)
             wrap(nn.SyncBatchNorm, "forward", _synchronized)
+            wrap(nn.DataParallel, "forward", _of_one_gpu)
             wrap(torch.autograd.graph.saved_tensors_hooks, "__init__", _hooked)
             stack.enter_context(flex_attention_by(partial(in_place_of, function=_flexible_attention)))
             stack.enter_context(ddp_of_sync_batch_norm())
@@ -362,6 +364,16 @@ def _in_mode(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return hook(value)
 
     return call
+
+
+def _of_one_gpu(_: Recording, __: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs the module of a DataParallel, which copies it to its GPUs in each step if there are several."""
+    if len(module.device_ids) > 1:
+        raise UnsupportedOp(
+            f"nn.DataParallel on {len(module.device_ids)} GPUs is not foreseen: use DistributedDataParallel with a "
+            "rank for each GPU, as torch advises"
+        )
+    return module.module(*args, **kwargs)
 
 
 def _synchronized(_: Recording, original: Callable[..., Tensor], module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
