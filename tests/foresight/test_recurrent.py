@@ -98,6 +98,18 @@ def test_backward_reads_some_values_of_each_unit(kind, kept):
     assert any(each.startswith("a recurrent network takes one step after another") for each in seen.assumptions)
 
 
+def test_a_network_whose_input_needs_no_gradient_has_those_between_its_layers():
+    def program(num_layers):
+        nn.RNN(HIDDEN, HIDDEN, num_layers, device="cuda")(torch.ones(STEPS, BATCH, HIDDEN, device="cuda"))[
+            0
+        ].sum().backward()
+
+    product = (1, STEPS * BATCH, HIDDEN, HIDDEN)
+    for num_layers in (1, 2, 3):
+        shapes = [each.shape for each in kernels(foresee(program, 1, (num_layers,), gpu="h100"))]
+        assert shapes.count(product) == num_layers + (num_layers - 1)  # forward, and between layers
+
+
 def test_products_are_those_of_its_precision():
     def program(precision):
         torch.backends.cudnn.rnn.fp32_precision = precision

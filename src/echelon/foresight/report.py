@@ -188,6 +188,7 @@ class Report:
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [self._head(), self.figures_table()]
+        # A step of one rank has no communication.
         if self.played.exposed:
             parts.append(self._communication())
         parts += [self.memory_table(), self._notes()]
@@ -228,6 +229,7 @@ class Report:
         if self.tokens and played.seconds:
             table.add_row("tokens per second", f"{self.tokens / played.seconds:,.0f}")
         table.add_row("MFU", f"{played.mfu:.1%}")
+        # Without messages of a pipeline nothing is a bubble.
         if played.bubbles:
             table.add_row("bubble", f"{played.bubble:.1%}")
         shares = self._slowest.shares
@@ -237,6 +239,7 @@ class Report:
         table.add_row("contention", f"{shares.contention:.1%}")
         table.add_row("exposed communication", f"{shares.exposed:.1%}")
         table.add_row("waiting for ranks", f"{shares.waiting:.1%}")
+        # Programs without offloading need not read about it.
         if shares.copies >= _LEAST_SHARE:
             table.add_row("exposed copies", f"{shares.copies:.1%}")
         if shares.host >= _LEAST_SHARE:
@@ -260,6 +263,7 @@ class Report:
             all_of_them = ", ".join((first, *others))
             modules = all_of_them if len(all_of_them) <= 24 else f"{_short(first, 24)}{', ...' * bool(others)}"
             table.add_row(_short(name.place or "unknown line", 40), modules, name.group, seconds_text(seconds), share)
+        # All lines add up to the share in the table of figures.
         rest = sum(seconds for _, seconds in rows[_MOST_LINES:])
         if rest:
             left = f"{len(rows) - _MOST_LINES} other lines"
@@ -276,6 +280,7 @@ class Report:
             table.add_row(kind, f"{size / unit:.2f}")
         table.add_row("tensors", f"{memory.live_peak / unit:.2f}")
         table.add_row("reserved", f"{memory.reserved_peak / unit:.2f}")
+        # What a step that does not fit reserves is the limit, which says nothing.
         if not memory.fits:
             table.add_row("needed, at least", f"{memory.needed_peak / unit:.2f}")
         verdict = self.verdict if self.fits else self.verdict.upper()
@@ -365,13 +370,16 @@ def unlike(played: Played, accuracy: Accuracy) -> str:
     kernels = [each for role in played.roles.values() for each in role.program.trace.entries if type(each) is Kernel]
     narrow = sum(each.flops for each in kernels if each.dtype in ("bfloat16", "float16"))
     # Most of the work, because programs in 16 bits have operators in float32, such as the loss.
+    # Errors were measured on language models, whose work is products of matrices in 16 bits.
     whole = sum(each.flops for each in kernels)
     if 2 * narrow < whole:
         reasons.append("they compute in 16 bits")
     if 2 * sum(each.flops for each in kernels if each.name in CONVOLUTIONS) > whole:
         reasons.append("they have no convolutions")
+    # A step with few copies, as of its batch, is like the published ones.
     if any(_offloaded(role) >= _LEAST_OFFLOADED * played.seconds for role in played.roles.values()):
         reasons.append("they neither copy from and to the CPU nor compute there")
+    # Each reason is a clause, so that a comma comes before "and".
     *first, last = reasons or [""]
     return f"{', '.join(first)}, and {last}" if first else last
 

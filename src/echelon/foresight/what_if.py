@@ -36,12 +36,14 @@ def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     if not step:
         return []
     found = []
+    # The order is that of the trouble: a script changes its communication, then options, then its hardware.
     if sum(played.exposed.values()) > _LEAST_EXPOSED * step:
         name, seconds = next(iter(played.exposed.items()))
         found.append(
             f"communication of {name.group} at {name.place or 'an unknown line'} were hidden by kernels: at best "
             f"{_compared(step - seconds, step)}"
         )
+    # Neither TF32 nor layouts matter to processors, whose kernels were measured as they are.
     if not (played.device.curves or played.device.is_synchronous):
         found += _with_tf32(played, traces)
         found += _with_channels_last(played, traces)
@@ -84,6 +86,7 @@ def _compiled(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     """Returns the forecast with compiled modules. Empty if some are compiled, or few kernels could be joined."""
     slowest = _slowest(played)
     kernels = [each for each in slowest.program.trace.entries if type(each) is Kernel]
+    # A program that compiles a part of its model knows why it leaves out the rest.
     if any(each.is_compiled for each in kernels) or slowest.shares.kernels.get("other", 0.0) < _LEAST_KERNELS:
         return []
     return _changed(
@@ -109,6 +112,7 @@ def _changed(
                 yield entry
 
     changed = {rank: fuse(replace(trace, entries=tuple(entries(trace)))) for rank, trace in traces.items()}
+    # Memory is as before: a sentence is about time.
     seconds = play(changed, played.classes, played.device, played.cluster).seconds
     if abs(seconds / played.seconds - 1) < _NO_CHANGE:
         return []

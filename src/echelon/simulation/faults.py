@@ -90,6 +90,7 @@ class NetworkPartition:
             raise LaunchError(
                 f"NetworkPartition({self.left}, {self.right}): give two sets of ranks without a common one"
             )
+        # A list may change after the check, and a set is faster to look into for each message.
         object.__setattr__(self, "left", frozenset(self.left))
         object.__setattr__(self, "right", frozenset(self.right))
 
@@ -99,6 +100,7 @@ class NetworkPartition:
         Args:
             src, dst: ranks of the sender and the receiver.
         """
+        # A partition blocks both ways, as an unplugged cable does.
         return (src in self.left and dst in self.right) or (src in self.right and dst in self.left)
 
 

@@ -100,6 +100,7 @@ def lanes_of(role: PlayedRole, most: int, most_parts: int) -> list[Lane]:
     rows = [
         ("compute" if stream == 0 else f"stream {stream}", blocks)
         for stream, blocks in sorted(_kernels(role).items())
+        # The default stream has a lane even if it computes nothing.
         if stream == 0 or sum(block.width for block in blocks) > _SEEN * role.seconds
     ]
     rows += _copies(role).items()
@@ -119,6 +120,7 @@ def joined(blocks: Sequence[Block], most: int) -> list[Block]:
     Neighbours of one hue and module are joined first, then short neighbours of one hue, then any short ones.
     """
     found = _join(blocks, lambda one, two: one.hue == two.hue and one.last == two.first and two.start <= one.end)
+    # A pixel of a wide picture.
     least = blocks[-1].end / 4096 if blocks else 0.0
     while len(found) > most:
         found = _join(found, lambda one, two, least=least: _is_short(one, two, least) and one.hue == two.hue)  # type: ignore[misc]
@@ -151,6 +153,7 @@ def _merged(row: list[Block]) -> Block:
     if len(row) == 1:
         return row[0]
     widths: dict[str, float] = {}
+    # The phase or kind that takes most of the time gives the color.
     for block in row:
         widths[block.hue] = widths.get(block.hue, 0.0) + block.width
     hue = max(widths, key=widths.__getitem__)

@@ -48,6 +48,7 @@ def shapes(x: Tensor, weight: Tensor, out: Tensor, is_transposed: bool, groups: 
     outputs, inputs = weight.shape[0] // groups, weight.shape[1]
     if min(outputs, inputs) < _FEW_CHANNELS < groups:
         return {"output": (), "input": (), "weight": ()}
+    # A window of inputs for each output, in as many dimensions as images have.
     window = math.prod(weight.shape[2:])
     pixels, pixels_in = (each.numel() // (groups * count) for each, count in ((out, outputs), (x, inputs)))
     return {
@@ -76,12 +77,14 @@ def parts(name: str, args: Sequence[Any], out: Any, converts: bool) -> list[Part
     else:
         y, x, weight, *_, is_transposed, _, groups, _ = args
         products = [("input", [y, weight], out[0]), ("weight", [y, x], out[1])]
+    # Each of the three products has as many.
     flops = _flops_of_product(x, weight, y, is_transposed)
     of_results = shapes(x, weight, y, is_transposed, groups)
     for result, read, written in products:
         if written is None:
             continue
         shape = of_results[result]
+        # Weights are small, so their conversion does not count.
         images = [each for each in (*read[:2], written) if each is not weight and each.shape != weight.shape]
         # torch has kernels of its own for depthwise ones, in any layout.
         if converts and (groups == 1 or weight.shape[1] > 1):
@@ -89,6 +92,7 @@ def parts(name: str, args: Sequence[Any], out: Any, converts: bool) -> list[Part
                 Part(CHANNELS_LAST, "other", 0, (), [each], None) for each in images if not _has_channels_last(each)
             ]
         found.append(Part(name, "matmul", flops, shape, read, written))
+    # The gradient of the bias is a sum over all images and pixels.
     if name != "convolution" and out[2] is not None:
         found.append(Part(name, "other", 0, (), [y], out[2]))
     return found

@@ -51,11 +51,11 @@ class _Network(NamedTuple):
         return math.ceil(self.rows / max(1, self.steps))
 
     def layers(self) -> Iterator[tuple[int, int]]:
-        """Yields the number of each layer and direction, and the width of its input."""
+        """Yields the number of each layer, once for each direction, and the width of its input."""
         for layer in range(self.num_layers):
-            for direction in range(self.num_directions):
-                width = self.hidden * self.num_directions if layer else self.width
-                yield layer * self.num_directions + direction, width
+            # A layer reads both directions of the one before.
+            width = self.hidden * self.num_directions if layer else self.width
+            yield from [(layer, width)] * self.num_directions
 
 
 def recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,6 +70,7 @@ def recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     else:
         x, states, params, has_biases, num_layers, _, _, is_bidirectional, batch_first = args
         steps, rows, shape = x.shape[1 if batch_first else 0], x.shape[0] * x.shape[1], x.shape[:2]
+    # An LSTM has cells beside its hidden state.
     states = list(states) if name == "lstm" else [states]
     num_directions = 2 if is_bidirectional else 1
     if len(params) != (4 if has_biases else 2) * num_layers * num_directions:
@@ -78,6 +79,7 @@ def recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             warnings.filterwarnings("ignore", message="LSTM with projections")  # of oneDNN, which is for processors
             return func(*args)
     recording.log.assume(ASSUMPTION)
+    # The recorded rank's tensors are on the CPU for torch, and so is its autocast.
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         x, states, params = x.to(low), [each.to(low) for each in states], [each.to(low) for each in params]
@@ -97,11 +99,13 @@ class _Recurrent(torch.autograd.Function):
         states, params = others[:num_states], others[num_states:]
         out = x.new_empty(shape)
         last = tuple(torch.empty_like(each) for each in states)
+        # One workspace for all layers, as cuDNN asks for.
         kept = x.new_empty(_KEPT[network.name] * network.num_layers * out.numel())
         launches = _Launches(network, x)
         per_layer = len(params) // (network.num_layers * network.num_directions)
-        for index, width_in in network.layers():
+        for index, (_, width_in) in enumerate(network.layers()):
             weights = params[index * per_layer : (index + 1) * per_layer]
+            # Biases are added by the kernel of the gates, which the second call writes.
             launches.product((network.rows, network.gates, width_in), [x, weights[0]], [kept])
             launches.steps((network.batch, network.gates, network.hidden), [weights[1], kept], [kept, out])
         context.network, context.num_states = network, num_states
@@ -116,16 +120,19 @@ class _Recurrent(torch.autograd.Function):
         needed = zip((x, *others), context.needs_input_grad[3:], strict=True)
         found = [torch.empty_like(each) if is_needed else None for each, is_needed in needed]
         launches = _Launches(network, x)
+        # A program may use the outputs, the last states, or both.
         given = [each for each in gradients if each is not None]
         per_layer = len(params) // (network.num_layers * network.num_directions)
         of_params = found[1 + context.num_states :]
-        for index, width_in in reversed(list(network.layers())):
+        for index, (layer, width_in) in reversed(list(enumerate(network.layers()))):
             weights = params[index * per_layer : (index + 1) * per_layer]
             made = of_params[index * per_layer : (index + 1) * per_layer]
             launches.steps((network.batch, network.hidden, network.gates), [weights[1], kept, *given], [kept])
-            if width_in != network.width or found[0] is not None:
-                launches.product((network.rows, width_in, network.gates), [kept, weights[0]], [found[0]])
-            if made[0] is not None:
+            # The layer before needs the gradient of its outputs, even if the input of the network needs none.
+            if layer or found[0] is not None:
+                written = kept if layer else found[0]
+                launches.product((network.rows, width_in, network.gates), [kept, weights[0]], [written])
+            if made[0] is not None:  # frozen weights have no gradients
                 launches.product((network.gates, width_in, network.rows), [kept, x], [made[0]])
                 launches.product((network.gates, network.hidden, network.rows), [kept, out], [made[1]])
         return None, None, None, *found
@@ -147,6 +154,7 @@ def pack_padded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     else:
         with real_tensors():
             of_each = known.tolist()
+    # Sequences come by length, so that the first of them are those that reach a step.
     sizes = [sum(each > step for each in of_each) for step in range(max(of_each))]
     # The kernel copies the rows of each step.
     rows = x.flatten(0, 1)[: sum(of_each)].clone()
@@ -164,6 +172,7 @@ def pad_packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     with real_tensors():
         sizes = known.tolist()
     steps, batch = max(total, len(sizes)), sizes[0]
+    # The kernel writes each element once, padding or not.
     missing = steps * batch - rows.shape[0]
     padded = torch.nn.functional.pad(rows, (*[0] * (2 * rows.ndim - 2), 0, missing), value=value)
     padded = padded.view((batch, steps, *rows.shape[1:]) if batch_first else (steps, batch, *rows.shape[1:]))
@@ -179,7 +188,7 @@ class _Launches:
         self._recording: Recording = recording
         self._num_steps, self._of_network = network.steps, f"{network.name}_gates"
         self._dtype = name_of(like.dtype)
-        self._itemsize = like.element_size()
+        # By default cuDNN computes float32 by TF32, unlike products outside of networks.
         if self._dtype == "float32" and precision_of("cuda", "rnn") == "tf32":
             self._dtype = TF32
 
@@ -190,6 +199,7 @@ class _Launches:
     def steps(self, shape: tuple[int, int, int], reads: Sequence[Tensor], writes: Sequence[Tensor | None]) -> None:
         """Writes a product and a kernel for the gates of each step."""
         self._launch("mm", "matmul", (1, *shape), self._num_steps, reads, writes)
+        # Weights are for the product alone.
         self._launch(self._of_network, "other", (), self._num_steps, reads[1:], writes)
 
     def _launch(

@@ -60,7 +60,7 @@ _FILLS: Mapping[Any, Callable[[Sequence[int], Sequence[Any]], Tensor]] = {
 }
 """Operators that make tensors of known integers: functions of the shape and the arguments that make them."""
 _SPACED = frozenset({_aten.linspace.default, _aten.logspace.default})
-"""Those whose floating-point numbers count, too, such as the rates at which vision models leave layers out."""
+"""Operators whose floating-point numbers count, too, such as the rates at which vision models leave layers out."""
 _DRAWS: Mapping[Any, Callable[[Sequence[int], Sequence[Any]], Tensor]] = {
     _aten.randint.default: lambda shape, args: _spread(shape, 0, args[0]),
     _aten.randint.low: lambda shape, args: _spread(shape, args[0], args[1]),
