@@ -67,6 +67,40 @@ def test_packed_sequences_have_the_shapes_of_torch(kind, options):
     assert not any("full length" in each for each in seen.assumptions)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ([2, 5, 4], "do not decrease"),
+        ([9, 5, 4], "of sequences of 5 steps"),
+        ([5, 4], "a length for each of 3 sequences, and got 2"),
+    ],
+)
+def test_lengths_that_torch_refuses_are_refused(lengths, text):
+    for run in (
+        lambda: train("GRU", {}, "cpu", lengths=partial(torch.tensor, lengths)),
+        lambda: foresee(lambda: train("GRU", {}, lengths=partial(torch.tensor, lengths)), 1, gpu="h100"),
+    ):
+        with pytest.raises(RuntimeError) as raised:
+            run()
+    assert text in str(raised.value)
+
+
+def test_an_input_on_the_cpu_is_an_error():
+    with pytest.raises(RuntimeError, match=r"lstm takes a tensor of the CPU, made at .*test_recurrent.py"):
+        foresee(lambda: nn.LSTM(WIDTH, HIDDEN, device="cuda")(torch.ones(STEPS, BATCH, WIDTH)), 1, gpu="h100")
+
+
+def test_a_network_on_the_cpu_is_computed_there():
+    def program():
+        network = nn.LSTM(WIDTH, HIDDEN).cuda().cpu()  # moved, so that its device is known
+        network(torch.ones(STEPS, BATCH, WIDTH))[0].sum().backward()
+        torch.ones(2, device="cuda") + 1
+
+    seen = foresee(program, 1, gpu="h100")
+    assert not any(each.kind == "matmul" for each in kernels(seen))
+    assert not any("recurrent" in each for each in seen.assumptions)
+
+
 def test_unknown_lengths_are_full():
     found = []
     seen = foresee(lambda: train("GRU", {}, lengths=lambda: (torch.randn(3, 5) > 0).sum(1), found=found), 1, gpu="h100")

@@ -340,6 +340,8 @@ def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         log_probs = log_probs.unsqueeze(1)
     steps, batch = log_probs.shape[:2]
     lengths = recording.routing.lengths_of_targets(lengths, targets, batch)
+    if len(lengths) != batch:
+        raise RuntimeError(f"ctc_loss takes a target length for each of {batch} sequences, and got {len(lengths)}")
     loss = torch.ops.aten._ctc_loss(log_probs, targets, [steps] * batch, lengths, blank, zero_infinity)[0]
     if zero_infinity:
         loss = torch.where(loss == math.inf, 0.0, loss)

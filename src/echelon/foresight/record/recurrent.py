@@ -20,6 +20,7 @@ from torch import Tensor
 from echelon._torch_private.modules import precision_of
 from echelon._torch_private.tensors import FakeTensor, real_tensors, without_functions
 from echelon.foresight.record.here import Recording, name_of, recording_here
+from echelon.foresight.record.placement import GPU
 from echelon.foresight.trace import TF32, Kernel, Kind
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -77,6 +78,13 @@ def recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         recording.log.assume("a recurrent network with projections takes the kernels of a CPU, not those of cuDNN")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LSTM with projections")  # of oneDNN, which is for processors
+            return func(*args)
+    if recording.placement is not None:
+        with without_functions():
+            inputs = [x, *states, *params]
+            # Raises an error if some are on the CPU, as for each operator.
+            where = recording.placement.of_results(name, inputs, [recording.memory.number(each) for each in inputs])
+        if where not in (None, GPU):
             return func(*args)
     recording.log.assume(ASSUMPTION)
     # The recorded rank's tensors are on the CPU for torch, and so is its autocast.
@@ -154,11 +162,25 @@ def pack_padded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     else:
         with real_tensors():
             of_each = known.tolist()
+        _check_lengths(of_each, steps, batch)
     # Sequences come by length, so that the first of them are those that reach a step.
     sizes = [sum(each > step for each in of_each) for step in range(max(of_each))]
     # The kernel copies the rows of each step.
     rows = x.flatten(0, 1)[: sum(of_each)].clone()
     return rows, torch.tensor(sizes)
+
+
+def _check_lengths(lengths: Sequence[int], steps: int, batch: int) -> None:
+    """Raises an error for lengths that torch refuses."""
+    if len(lengths) != batch:
+        raise RuntimeError(f"pack_padded_sequence takes a length for each of {batch} sequences, and got {len(lengths)}")
+    if sorted(lengths, reverse=True) != lengths:
+        raise RuntimeError(
+            f"pack_padded_sequence got lengths {lengths}, which do not decrease: sort them, or pass "
+            "enforce_sorted=False"
+        )
+    if not 0 < lengths[-1] <= lengths[0] <= steps:
+        raise RuntimeError(f"pack_padded_sequence got lengths {lengths} of sequences of {steps} steps")
 
 
 def pad_packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
