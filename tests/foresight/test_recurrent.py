@@ -92,8 +92,8 @@ def test_an_input_on_the_cpu_is_an_error():
 
 def test_a_network_on_the_cpu_is_computed_there():
     def program():
-        network = nn.LSTM(WIDTH, HIDDEN).cuda().cpu()  # moved, so that its device is known
-        network(torch.ones(STEPS, BATCH, WIDTH))[0].sum().backward()
+        network = nn.GRU(WIDTH, HIDDEN).cuda().cpu()  # moved, so that its device is known
+        network(torch.ones(STEPS, BATCH, WIDTH), torch.zeros(1, BATCH, HIDDEN))[0].sum().backward()
         torch.ones(2, device="cuda") + 1
 
     seen = foresee(program, 1, gpu="h100")
