@@ -43,14 +43,14 @@ def test_each_rank_is_asked_twice_about_its_messages_to_the_one_before():
 @pytest.mark.parametrize(
     "answers",
     [
-        pytest.param({1: [GOES_ON]}, id="the awaited rank goes on"),
-        pytest.param({1: [ONE], 2: [GOES_ON]}, id="a later rank goes on"),
+        pytest.param({1: [GOES_ON] * 2}, id="the awaited rank goes on"),
+        pytest.param({1: [ONE] * 2, 2: [GOES_ON] * 2}, id="a later rank goes on"),
         pytest.param({1: [ONE]}, id="a rank does not answer"),
-        pytest.param({1: [ONE], 2: [waits(0, num_come=4, num_sent=8)]}, id="a message to rank 1 is on its way"),
-        pytest.param({1: [ONE], 2: [waits(0, num_come=3, num_sent=7)]}, id="a message of rank 0 is on its way"),
+        pytest.param({1: [ONE] * 2, 2: [waits(0, num_come=4, num_sent=8)] * 2}, id="a message to rank 1 is on its way"),
+        pytest.param({1: [ONE] * 2, 2: [waits(0, num_come=3, num_sent=7)] * 2}, id="a message of rank 0 is on its way"),
         pytest.param({1: [ONE, waits(2, 7, 1, number=2)], 2: [TWO, TWO]}, id="a rank waits anew"),
         pytest.param({1: [ONE, ONE], 2: [TWO, GOES_ON]}, id="a rank goes on"),
-        pytest.param({1: [waits(2, 7, 1)], 2: [waits(1, 0, 7), waits(1, 0, 7)]}, id="a cycle of others"),
+        pytest.param({1: [waits(2, 7, 1)] * 3, 2: [waits(1, 0, 7)] * 3}, id="a cycle of others"),
     ],
 )
 def test_anything_else_is_no_chain(answers):
