@@ -174,17 +174,6 @@ def test_dropout_of_nothing_or_all_has_no_mask(p, train):
     assert not [each.name for each in kernels(partial(dropped, p=p, train=train)) if "native_dropout" in each.name]
 
 
-def recurrent():
-    device = programs.begin()
-    nn.GRU(8, 16, device=device)(torch.ones(3, 2, 8, device=device))[0].sum().backward()
-
-
-def test_a_recurrent_network_is_an_assumption():
-    assert [each.rpartition(" at ")[0] for each in record(recurrent, 1)[0].assumptions] == [
-        "a recurrent network takes the kernels of a CPU, not those of cuDNN"
-    ]
-
-
 def test_outside_of_recorded_ranks_it_computes():
     """Another thread of the program's process, and the same one afterwards, get values and gradients."""
 
