@@ -108,7 +108,7 @@ def test_sync_batch_norm_gathers_statistics_and_adds_up_gradients(wrapped):
 
 def copies_to_all_gpus():
     model = nn.Linear(8, 8).cuda()
-    nn.DataParallel(model)(torch.randn(4, 8, device="cuda")).sum().backward()
+    nn.DataParallel(model)(torch.randn(4, 8)).sum().backward()  # it moves its inputs
 
 
 def test_a_data_parallel_of_one_gpu_is_its_module():

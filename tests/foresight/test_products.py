@@ -141,6 +141,20 @@ def test_a_ctc_loss_has_the_shapes_and_the_memory_of_torch(targets, lengths, sha
     assert sum(size for _, size in loss.writes) == 4 * batch * (1 + 20 * (2 * longest + 1))
 
 
+def test_targets_of_a_ctc_loss_lie_on_the_gpu_unless_cudnn_takes_them():
+    joined = torch.ones(10, dtype=torch.int32)
+    assert foresee(lambda: ctc(torch.ones_like(joined), (2, 5, 3), "cuda"), 1, gpu="h100").step_seconds > 0
+
+    def program(dtype):
+        with torch.no_grad():
+            scores = torch.randn(20, 3, 7, device="cuda").log_softmax(-1)
+            F.ctc_loss(scores, torch.ones(3, 6, dtype=dtype), (20, 20, 20), (2, 5, 3))
+
+    for dtype in (torch.int64, torch.int32):
+        with pytest.raises(RuntimeError, match=r"ctc_loss takes a tensor of the CPU, made at .*test_products.py"):
+            foresee(program, 1, (dtype,), gpu="h100")
+
+
 def test_unknown_lengths_of_a_ctc_loss_are_equal():
     def program():
         mask = torch.randn(3, 6, device="cuda") > 0

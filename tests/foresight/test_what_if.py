@@ -86,6 +86,8 @@ def test_products_of_float32_are_tried_with_tf32():
         for other, dtype in ((40, "float32"), (91, "float32"), (40, "bfloat16"))
     )
     assert f"{text}45.00 s instead of 50.00 s (-10.0%)" in long
+    by_images = Step().kernel(40).kernel(1, name="convolution", dtype="float32", **product)  # not by that setting
+    assert not any(text in each for each in what_ifs_on(device, by_images, ONE_HOST))
     assert not any(text in each for each in (*short, *half, *found(Step().kernel(1, dtype="float32", **product))))
 
 

@@ -9,7 +9,7 @@ from echelon.foresight.play.fusion import fuse
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.play.player import play
 from echelon.foresight.report import seconds_text
-from echelon.foresight.trace import CHANNELS_LAST, TF32, Entry, Kernel, Trace
+from echelon.foresight.trace import CHANNELS_LAST, CONVOLUTIONS, TF32, Entry, Kernel, Trace
 
 _LEAST_EXPOSED = 0.02
 """Least exposed share of a step whose communication is worth hiding. Below it the kernels are tried instead."""
@@ -26,7 +26,7 @@ _NO_CHANGE = 5e-4
 
 
 def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
-    """Returns forecasts of a step, each with one change, as sentences that follow "what if".
+    """Returns forecasts of a step, each with one change, as sentences.
 
     Args:
         played: the step as it is.
@@ -66,7 +66,8 @@ def _with_tf32(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     device = played.device
 
     def uses_float32(kernel: Kernel) -> bool:
-        return kernel.kind == "matmul" and kernel.dtype == "float32"
+        # Convolutions have a setting of their own, which allows TF32 unless the program forbids it.
+        return kernel.kind == "matmul" and kernel.dtype == "float32" and kernel.name not in CONVOLUTIONS
 
     kernels = [each for each in _slowest(played).program.trace.entries if type(each) is Kernel]
     seconds = sum(device.seconds(each) for each in kernels if uses_float32(each))

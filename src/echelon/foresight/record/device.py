@@ -336,6 +336,11 @@ def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     log_probs, targets, _, lengths, blank, reduction, zero_infinity = (given[each] for each in names)
     if not isinstance(log_probs, FakeTensor) or (recording := recording_here()) is None:
         return func(*args, **kwargs)
+    # cuDNN takes joined targets of the host, in 32 bits. Others must lie where the probabilities do.
+    if targets.ndim == 1 and targets.dtype == torch.int32:
+        targets = _moved_to_gpu(Tensor.cuda, (targets,), {})
+    if recording.placement is not None:
+        recording.placement.of_call("ctc_loss", [log_probs, targets])
     if is_single := log_probs.ndim == 2:
         log_probs = log_probs.unsqueeze(1)
     steps, batch = log_probs.shape[:2]

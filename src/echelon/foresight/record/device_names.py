@@ -34,6 +34,7 @@ from echelon._torch_private.tensors import (
     real_tensors,
     storage_address,
     tree_leaves,
+    tree_map,
     without_functions,
 )
 from echelon.errors import UnsupportedOp
@@ -373,6 +374,8 @@ def _of_one_gpu(_: Recording, __: Callable[..., Any], module: Any, *args: Any, *
             f"nn.DataParallel on {len(module.device_ids)} GPUs is not foreseen: use DistributedDataParallel with a "
             "rank for each GPU, as torch advises"
         )
+    # It moves them, as DDP does.
+    args, kwargs = tree_map(lambda each: each.cuda() if isinstance(each, Tensor) else each, (args, kwargs))
     return module.module(*args, **kwargs)
 
 

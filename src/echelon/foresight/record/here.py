@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,12 +15,15 @@ from torch import Tensor
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.routing import Routing
-from echelon.foresight.trace import Collective, Group, Message
+from echelon.foresight.trace import Collective, Group, Kernel, Kind, Message
 
 if TYPE_CHECKING:
     from echelon.foresight.record.placement import Placement
     from echelon.foresight.record.repeats import Repeats
     from echelon.foresight.record.steps import Steps
+
+Traffic: TypeAlias = tuple[tuple[int, int], ...]
+"""(storage, bytes) of each tensor that a kernel reads or writes."""
 
 
 class Recording(NamedTuple):
@@ -35,6 +38,40 @@ class Recording(NamedTuple):
     """Known devices of the tensors. None: the host has no GPUs."""
     repeats: Repeats | None = None
     """Microbatches that may be repeated. None: all of them run."""
+
+    def kernel(
+        self,
+        name: str,
+        kind: Kind,
+        inputs: Iterable[Tensor],
+        reads: Traffic,
+        writes: Traffic,
+        *,
+        dtype: str,
+        flops: int,
+        shape: tuple[int, ...],
+        launches: int,
+        is_compiled: bool,
+    ) -> None:
+        """Writes a kernel into the log; see `Kernel`. Its phase is that of an operation with `inputs`."""
+        phase, place, module = self.log.where(inputs)
+        self.log.entries.append(
+            Kernel(
+                stream=self.log.stream,
+                name=name,
+                kind=kind,
+                flops=flops,
+                dtype=dtype,
+                shape=shape,
+                reads=reads,
+                writes=writes,
+                launches=launches,
+                phase=phase,
+                place=place,
+                module=module,
+                is_compiled=is_compiled,
+            )
+        )
 
     def collective(
         self,

@@ -248,6 +248,11 @@ class Placement:
             )
         return GPU
 
+    def of_call(self, name: str, inputs: Sequence[Tensor]) -> Where:
+        """Returns the device of the results of a function with these tensors; see `of_results`."""
+        with without_functions():
+            return self.of_results(name, inputs, [self._memory.number(each) for each in inputs])
+
     def resulted(self, outputs: Iterable[Tensor], before: Sequence[int], where: Where) -> None:
         """Notes the device of an operator's results, without the inputs that it has changed."""
         if where is None:

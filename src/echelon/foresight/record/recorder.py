@@ -33,12 +33,12 @@ from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.convolutions import parts
 from echelon.foresight.record.copies import COPIES, Copies, Move
 from echelon.foresight.record.dtypes import check_dtypes
-from echelon.foresight.record.here import Recording, name_of, tensors_in
+from echelon.foresight.record.here import Recording, Traffic, name_of, tensors_in
 from echelon.foresight.record.onednn import HAS_SCRATCH, scratch, with_workspace
 from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
 from echelon.foresight.record.placement import GPU, Where
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
-from echelon.foresight.trace import CONVOLUTIONS, TF32, UNKNOWN_STORAGE, HostWait, Kernel, Kind
+from echelon.foresight.trace import CONVOLUTIONS, TF32, UNKNOWN_STORAGE, HostWait, Kind
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 """Classes of tensors that have no other tensors inside."""
@@ -360,7 +360,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.finds_overflow or is_found:
             self._of_overflow.update(number(each) for each in (written[-1:] if facts.writes else outputs))
         if facts.is_sparse:
-            reads: tuple[tuple[int, int], ...] = ((UNKNOWN_STORAGE, sum(writes.values())),)
+            reads: Traffic = ((UNKNOWN_STORAGE, sum(writes.values())),)
         else:
             results = (*(args[:1] if facts.overwrites else ()), kwargs.get("out"))
             overwritten = {number(each) for each in tensors_in(results)}
@@ -416,30 +416,22 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         kind: Kind,
         flops: int,
         shape: tuple[int, ...],
-        reads: tuple[tuple[int, int], ...],
-        writes: tuple[tuple[int, int], ...],
+        reads: Traffic,
+        writes: Traffic,
         name: str,
     ) -> None:
         """Writes a kernel of an operator into the log."""
-        _, facts, inputs, args, _ = operation
-        log = self.log
-        phase, place, module = log.where(inputs)
-        log.entries.append(
-            Kernel(
-                stream=log.stream,
-                name=name,
-                kind=kind,
-                flops=flops,
-                dtype=self._computed(operation, outputs),
-                shape=shape,
-                reads=reads,
-                writes=writes,
-                launches=launches_of(facts, args),
-                phase=phase,
-                place=place,
-                module=module,
-                is_compiled=log.is_compiled(),
-            )
+        self._recording.kernel(
+            name,
+            kind,
+            operation.inputs,
+            reads,
+            writes,
+            dtype=self._computed(operation, outputs),
+            flops=flops,
+            shape=shape,
+            launches=launches_of(operation.facts, operation.args),
+            is_compiled=self.log.is_compiled(),
         )
 
 

@@ -21,7 +21,7 @@ from echelon._torch_private.modules import precision_of
 from echelon._torch_private.tensors import FakeTensor, real_tensors, without_functions
 from echelon.foresight.record.here import Recording, name_of, recording_here
 from echelon.foresight.record.placement import GPU
-from echelon.foresight.trace import TF32, Kernel, Kind
+from echelon.foresight.trace import TF32, Kind
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 """Products for each unit, by the name of the function."""
@@ -79,13 +79,9 @@ def recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LSTM with projections")  # of oneDNN, which is for processors
             return func(*args)
-    if recording.placement is not None:
-        with without_functions():
-            inputs = [x, *states, *params]
-            # Raises an error if some are on the CPU, as for each operator.
-            where = recording.placement.of_results(name, inputs, [recording.memory.number(each) for each in inputs])
-        if where not in (None, GPU):
-            return func(*args)
+    # Raises an error if some are on the CPU, as for each operator.
+    if recording.placement is not None and recording.placement.of_call(name, [x, *states, *params]) not in (None, GPU):
+        return func(*args)
     recording.log.assume(ASSUMPTION)
     # The recorded rank's tensors are on the CPU for torch, and so is its autocast.
     if torch.is_autocast_enabled("cpu"):
@@ -233,28 +229,19 @@ class _Launches:
         reads: Sequence[Tensor],
         writes: Sequence[Tensor | None],
     ) -> None:
-        log, number = self._recording.log, self._recording.memory.number
-        phase, place, module = log.where(reads)
+        number = self._recording.memory.number
         written = [each for each in writes if each is not None]
         with without_functions():
             of_reads, of_writes = (tuple((number(each), each.nbytes) for each in some) for some in (reads, written))
-        flops = 0
-        if shape:
-            _, rows, columns, terms = shape
-            flops = 2 * rows * columns * terms * launches
-        log.entries.append(
-            Kernel(
-                stream=log.stream,
-                name=name,
-                kind=kind,
-                flops=flops,
-                dtype=self._dtype,
-                shape=shape,
-                reads=of_reads,
-                writes=of_writes,
-                launches=launches,
-                phase=phase,
-                place=place,
-                module=module,
-            )
+        self._recording.kernel(
+            name,
+            kind,
+            reads,
+            of_reads,
+            of_writes,
+            dtype=self._dtype,
+            flops=2 * math.prod(shape) * launches if shape else 0,
+            shape=shape,
+            launches=launches,
+            is_compiled=False,  # the compiler calls cuDNN, too
         )
