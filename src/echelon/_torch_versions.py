@@ -27,6 +27,7 @@ PRIVATE_NAMES = (
     "torch.Tensor._make_subclass",
     "torch.Tensor._post_accumulate_grad_hooks",
     "torch.Tensor._version",
+    "torch.Tensor._use_count",
     "torch.UntypedStorage._cdata",
     "torch._C.DisableTorchFunction",
     "torch._C._AutoDispatchBelowAutograd",

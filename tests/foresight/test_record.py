@@ -177,6 +177,47 @@ def test_gradients_of_chosen_values_take_no_second_tensor(function, name):
     assert [each for each in backward if each.startswith(("scatter", "index", "put"))] == [name]
 
 
+class Doubled(torch.autograd.Function):
+    """2 x, whose gradient the program itself adds up."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + grad
+
+
+def held(x, gradients):
+    """The gradient of 3 x is that of the other term, too."""
+    scaled = 3 * x
+    scaled.register_hook(gradients.append)
+    return x + scaled
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x, _: x.sin() * x.cos(), "add_"),
+        (lambda x, _: x + x.sin(), "add_"),
+        (held, "add"),
+        (lambda x, _: x.mean() + x.sum(), "add"),  # from one number, which has no room for others
+        (lambda x, _: Doubled.apply(x), "add"),
+    ],
+)
+def test_gradients_of_a_tensor_are_added_up_in_place_if_nobody_else_has_them(function, name):
+    """As torch does. Of fake tensors it makes a third gradient."""
+    gradients = []
+
+    def program():
+        x = torch.ones(8, 8, device="cuda", requires_grad=True)
+        function(2 * x, gradients).square().sum().backward()
+
+    backward = [each.name for each in kernels(record(program, 1)[0], phase="backward")]
+    assert [each for each in backward if each.startswith("add")] == [name]
+
+
 @pytest.mark.parametrize("recompute", ["full", "reentrant", "selective"])
 def test_checkpointing_repeats_the_forward(recompute):
     trace = traced(programs.fsdp, recompute=recompute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -72,6 +73,15 @@ def storage_users(storage: torch.UntypedStorage) -> int:
     torch has no public way: views of views and tensors saved by autograd own the memory without the original tensor.
     """
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def references(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the number of owners of an argument: of the Python object, of torch's tensor, and of its storage.
+
+    torch has no public way. Autograd asks before it adds to a gradient in place.
+    """
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor), tensor._use_count(), int(storage)  # type: ignore[attr-defined]
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -20,6 +20,8 @@ HAS_SCRATCH = LSTM_LAYERS | CONVOLUTIONS
 _GATES = 4
 _BLOCK = 16
 """Channels of a block."""
+_FEW = 4
+"""Channels of an input up to which it keeps its layout, such as those of an image."""
 _GRADIENT = 10
 """Position of the gradient of the output among the arguments of backward."""
 _OF_16_BITS = 0.71
@@ -62,24 +64,35 @@ def scratch(name: str, args: Sequence[Any], out: Any) -> int:
 def _blocked(name: str, args: Sequence[Any], out: Any) -> int:
     """Returns the bytes of copies in oneDNN's layout, in which channels of a pixel are neighbours in blocks.
 
-    Forward copies the input, and then its result back. Backward has copies of the input and of the gradient at once.
+    Forward copies the input and the weight, and then its result back. Backward has copies of the input and of the
+    gradient at once, and then the gradient of the weight.
     """
     inputs, weight, *others = args if name == "convolution" else args[1:]
-    if _is_channels_last(inputs) or weight.shape[2:].numel() == 1:  # with one thread, neither needs another layout
+    stride, is_transposed, groups = others[1], others[4], others[6]
+    size = inputs.numel() if inputs.shape[1] > _FEW else 0
+    # With one thread, neither needs another layout.
+    if _is_channels_last(inputs) or (weight.shape[2:].numel() == 1 and max(stride) == 1):
         return 0
-    stride, is_transposed, size = others[1], others[4], inputs.numel()
     result = out if name == "convolution" else args[0]
-    size_of_result = result.numel() // result.shape[1] * -(-result.shape[1] // _BLOCK) * _BLOCK
+    size_of_result = _in_blocks(result.shape[1]) * (result.numel() // result.shape[1])
+    of_weight = weight.numel()
+    if groups == 1 and size:
+        of_weight = _in_blocks(weight.shape[0]) * _in_blocks(weight.shape[1]) * weight.shape[2:].numel()
     if name == "convolution":
         read = [inputs]
-        elements = 2 * size_of_result if is_transposed else max(size, size_of_result)
+        elements = of_weight + 2 * size_of_result if is_transposed else max(of_weight + size, size_of_result)
     else:
         read = [inputs, result]
         _, needs_weight, _ = others[-1]
-        of_weight = size + size_of_result if needs_weight else size_of_result
-        elements = max(of_weight, size if is_transposed or max(stride) == 1 else 2 * size)
-    copies = sum(each.numel() for each in read if not each.is_contiguous())
-    return int(elements + copies) * int(inputs.element_size())
+        copies = max(size + size_of_result, of_weight) if needs_weight else of_weight + size_of_result
+        is_twice = max(stride) > 1 and groups == 1 and not is_transposed
+        elements = max(copies, 2 * size - of_weight if is_twice else size)
+    of_others = sum(each.numel() for each in read if not each.is_contiguous())
+    return int(elements + of_others) * int(inputs.element_size())
+
+
+def _in_blocks(channels: int) -> int:
+    return -(-channels // _BLOCK) * _BLOCK
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

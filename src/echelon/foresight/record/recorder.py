@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -22,6 +23,7 @@ from echelon._torch_private.tensors import (
     HigherOrderOperator,
     known_value,
     real_tensors,
+    references,
     set_known_value,
     tree_leaves,
     without_functions,
@@ -123,6 +125,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         placement = recording.placement
         self._copies = Copies(recording.log, recording.memory) if placement is None else placement.copies
         self._results = FakeResults()
+        self._references = _usual_references()
         self._of_overflow: set[int] = set()
         """Storages that say whether values are infinite or not a number. They are assumed to be 0 or false."""
         self._reads = (-1, 0)
@@ -139,7 +142,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             raise self._unknown(str(func))
         kwargs = kwargs or {}
-        if (in_place := _IN_PLACE.get(func)) is not None and _adds_to_zeros(args):
+        if func is _ATEN.add.Tensor and _adds_to_gradient(args, self._references):
+            func = _ATEN.add_.Tensor
+        elif (in_place := _IN_PLACE.get(func)) is not None and _adds_to_zeros(args):
             func = in_place
         if kwargs.get("device") in _NUMBERED:
             kwargs = {**kwargs, "device": _CPU}
@@ -462,6 +467,47 @@ def _adds_to_zeros(args: Sequence[Any]) -> bool:
     # The gradient of an assignment to positions puts without adding, and not into zeros.
     is_added = len(args) > 3 and args[3] is not False
     return is_added and not torch.is_grad_enabled() and is_in_backward() and calling_file().endswith(_ENGINE)
+
+
+class _References(DispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the references to a gradient to which autograd adds another one, if nobody else has it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = 0, 0, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _ATEN.add.Tensor:
+            self.seen = references(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _usual_references() -> tuple[int, int, int]:
+    """Returns the references to such a gradient in a mode, which depend on torch's version."""
+    with real_tensors(), torch.enable_grad():
+        inputs = 2 * torch.ones(1, requires_grad=True)
+        with _References() as mode:
+            torch.autograd.backward(inputs.sin() * inputs.cos())
+    return mode.seen
+
+
+def _adds_to_gradient(args: Sequence[Any], usual: tuple[int, int, int]) -> bool:
+    """Whether autograd adds up the gradients of a tensor that is used twice. In a mode it does so in a new tensor.
+
+    Without a mode it adds in place, if the gradient is dense and nobody else has it.
+    """
+    if torch.is_grad_enabled() or not is_in_backward() or not all(isinstance(each, Tensor) for each in args):
+        return False
+    if any(found > most for found, most in zip(references(args[0]), usual, strict=True)):
+        return False
+    with without_functions():
+        total, part = args
+        is_alike = total.shape == part.shape and total.dtype == part.dtype and total.device == part.device
+        span = sum((size - 1) * stride for size, stride in zip(total.shape, total.stride(), strict=True))
+        return is_alike and span == total.numel() - 1 and calling_file().endswith(_ENGINE)
 
 
 def _is_checked() -> bool:
