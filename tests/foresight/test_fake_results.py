@@ -108,3 +108,18 @@ def test_equal_numbers_of_other_types_are_other_arguments():
         whole = torch.empty(4, dtype=torch.int64)
         found = [results.run(aten.add.Tensor, (whole, value), {}).dtype for value in (1, 1.0, 1, 1.0)]
     assert found == [torch.int64, torch.float32] * 2
+
+
+def test_the_gradient_of_a_transposed_input_of_layer_norm_is_contiguous():
+    """As torch's kernels make it. The fake one is transposed, so that no copy follows."""
+
+    def strides(run):
+        x, weight = torch.ones(2, 6, 4).transpose(1, 2), torch.ones(6)
+        out, mean, scale = run(aten.native_layer_norm.default, (x, [6], weight, weight, 1e-5), {})
+        given = (torch.ones(2, 4, 6), x, [6], mean, scale, weight, weight, [True, True, True])
+        return out.stride(), run(aten.native_layer_norm_backward.default, given, {})[0].stride()
+
+    results = FakeResults()
+    expected = strides(lambda func, args, kwargs: func(*args, **kwargs))
+    with recorded_tensors():
+        assert strides(results.run) == strides(results.run) == expected

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon import UnsupportedOp, foresee
 from echelon.foresight.record import recorder
-from echelon.foresight.trace import Collective
+from echelon.foresight.trace import Collective, Kernel
 from tests.foresight import programs
 
 
@@ -87,6 +87,30 @@ def test_it_runs(program):
     version = torch.version.cuda
     assert foresee(program, 1, gpu="h100").step_seconds > 0
     assert torch.version.cuda == version
+
+
+@pytest.mark.parametrize("gpu", ["h100", "cpu"])
+def test_inference_mode_has_the_kernels_of_no_grad(gpu):
+    """In torch's own mode, products come to no dispatch mode as products."""
+
+    def program(mode):
+        device = "cuda" if gpu == "h100" else "cpu"
+        teacher, student = nn.Linear(8, 8).to(device), nn.Linear(8, 8).to(device)
+        x = torch.ones(4, 8, device=device)
+
+        @mode()
+        def teach():
+            with torch.inference_mode(False):
+                assert torch.is_grad_enabled()
+            return nn.functional.cross_entropy(teacher(x), x), teacher(x)
+
+        assert not teach()[0].requires_grad
+        (student(x) - teach()[1].clone()).square().mean().backward()
+
+    found = [foresee(program, 1, (mode,), gpu=gpu) for mode in (torch.no_grad, torch.inference_mode)]
+    kernels = [[each for each in seen.traces[0].entries if isinstance(each, Kernel)] for seen in found]
+    assert [each.name for each in kernels[0]] == [each.name for each in kernels[1]]
+    assert sum(each.flops for each in kernels[1]) == 2 * 4 * 8 * 8 * 6
 
 
 def normalizes(wrapped):

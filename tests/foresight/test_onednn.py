@@ -53,6 +53,25 @@ def convolutions(memory_format):
         optimizer.step()
 
 
+def deep():
+    """Convolutions of small images, whose weights are larger than they, and of images with few channels."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 128, 7, padding=3),
+        nn.Conv2d(128, 250, 3, stride=2, padding=1),
+        nn.Conv2d(250, 256, 3, padding=1),
+        nn.Conv2d(256, 128, 1, stride=2),
+    )
+    for _ in range(2):
+        model(torch.randn(2, 3, 16, 16)).square().mean().backward()
+
+
+def transposed():
+    """The gradient that a LayerNorm gives a transposed input is contiguous, so that the convolution copies it."""
+    convolution, norm = nn.Conv1d(96, 96, 3, padding=1), nn.LayerNorm(96)
+    for _ in range(2):
+        norm(convolution(torch.randn(8, 96, 400)).transpose(1, 2)).square().mean().backward()
+
+
 def sequences():
     """Convolutions over words, whose channels are last in other layers."""
     model = nn.Conv1d(64, 96, 5)
@@ -95,8 +114,14 @@ def test_it_has_the_memory_of_a_real_run(sequences, steps, options):
 
 @pytest.mark.parametrize(
     "program",
-    [partial(convolutions, torch.contiguous_format), partial(convolutions, torch.channels_last), sequences],
-    ids=["contiguous", "channels last", "words"],
+    [
+        partial(convolutions, torch.contiguous_format),
+        partial(convolutions, torch.channels_last),
+        sequences,
+        deep,
+        transposed,
+    ],
+    ids=["contiguous", "channels last", "words", "deep", "transposed"],
 )
 def test_convolutions_have_the_memory_of_a_real_run(program):
     seen, _ = foreseen(program, "cpu")

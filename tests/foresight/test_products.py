@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import FlopCounterMode
 
 from echelon import foresee
@@ -135,7 +136,8 @@ def test_a_ctc_loss_has_the_shapes_and_the_memory_of_torch(targets, lengths, sha
 
     shapes = []
     seen = foresee(program, 1, gpu="h100")
-    assert shapes[0] == ctc(targets(), lengths(), shape=shape, **options)
+    foresee(lambda: shapes.append(ctc(targets(), lengths(), shape=shape, **options)), 1, gpu="cpu")
+    assert shapes == [ctc(targets(), lengths(), shape=shape, **options)] * 2
     (loss,) = (each for each in kernels(seen) if each.name == "_ctc_loss")
     batch = 3 if len(shape) == 3 else 1
     assert sum(size for _, size in loss.writes) == 4 * batch * (1 + 20 * (2 * longest + 1))
@@ -243,3 +245,46 @@ def test_a_gradient_that_is_not_needed_has_no_kernel():
 
     seen = foresee(program, 1, gpu="h100")
     assert [each.kind for each in kernels(seen) if each.name == "convolution_backward"] == ["matmul"]
+
+
+# Attention
+
+
+def varlen(tokens, documents, *, gpu, **options):
+    """Attention inside of documents of equal length, one after another."""
+    query, key, value = (
+        torch.empty(tokens, 4, 32, device=gpu, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+    ends = torch.arange(documents + 1, dtype=torch.int32, device=gpu) * (tokens // documents)
+    longest = tokens // documents
+    varlen_attn(query, key, value, ends, ends, longest, longest, **options).sum().backward()
+
+
+@pytest.mark.parametrize("documents", [1, 4])
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [({}, 1.0), ({"window_size": (-1, 0)}, 0.5), ({"window_size": (16, 0)}, None), ({"window_size": (16, 16)}, None)],
+    ids=str,
+)
+def test_attention_to_documents_counts_the_keys_that_a_query_sees(documents, options, keys):
+    tokens = 256
+    seen = foresee(lambda: varlen(tokens, documents, gpu="cuda", **options), 1, gpu="h100")
+    forward, backward = (each for each in kernels(seen) if "varlen" in each.name)
+    before, after = options.get("window_size", (0, 0))
+    of_each = before + after if keys is None else keys * tokens / documents
+    assert forward.kind == backward.kind == "attention"
+    assert forward.flops == 2 * 2 * 4 * 32 * tokens * of_each
+    assert backward.flops == forward.flops * 5 // 2
+    assert forward.shape == (documents, 4, tokens // documents, tokens // documents, 32)
+
+
+def test_queries_that_share_a_key_are_taken_together():
+    def program():
+        query, key = (
+            torch.empty(2, heads, length, 64, device="cuda", dtype=torch.bfloat16)
+            for heads, length in ((8, 1), (2, 512))
+        )
+        F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+    (kernel,) = (each for each in kernels(foresee(program, 1, gpu="h100")) if each.kind == "attention")
+    assert kernel.shape == (2, 2, 4, 512, 64)

@@ -62,6 +62,9 @@ def test_packed_sequences_have_the_shapes_of_torch(kind, options):
     lengths = partial(torch.tensor, [5, 4, 2])
     seen = foresee(lambda: train(kind, options, lengths=lengths, found=found), 1, gpu="h100")
     assert found == train(kind, options, "cpu", lengths=lengths)
+    found.clear()
+    foresee(lambda: train(kind, options, "cpu", lengths=lengths, found=found), 1, gpu="cpu")
+    assert found == train(kind, options, "cpu", lengths=lengths)
     products = [each for each in kernels(seen) if each.kind == "matmul"]
     assert products[0].shape == (1, 5 + 4 + 2, GATES[kind] * HIDDEN, WIDTH)
     assert not any("full length" in each for each in seen.assumptions)

@@ -244,6 +244,21 @@ def test_a_mask_of_another_size_is_refused_as_by_torch(index):
     assert str(foreseen.value) == str(real.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_flags_are_written_at_positions(dtype):
+    """Values of the type of masks are no masks."""
+
+    def program():
+        flags = torch.zeros(8, 50, dtype=dtype, device="cuda")
+        positions = torch.arange(0, 50, 7, device="cuda")
+        flags[:, positions] = 1
+        flags[positions[:3]] = torch.ones(3, 50, dtype=dtype, device="cuda")
+        assert flags.shape == (8, 50)
+
+    names = [each.name for each in recorded(program).entries if isinstance(each, Kernel)]
+    assert names.count("index_put_") == 2
+
+
 def test_a_gradient_goes_back_through_a_mask():
     def program():
         device = programs.begin()

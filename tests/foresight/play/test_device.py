@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from echelon.errors import LaunchError
-from echelon.foresight.play.device import HALF_LENGTH, SMALL_HEAD, attention_seconds, matmul_seconds
+from echelon.foresight.play.device import HALF_LENGTH, ROWS, SMALL_HEAD, attention_seconds, matmul_seconds
 from echelon.foresight.play.devices import DEVICES, device_named
 from echelon.foresight.trace import Kernel
 from tests.helpers.traces import PLAIN
@@ -73,9 +73,17 @@ def test_attention_reaches_its_share_on_long_sequences():
     assert attention_seconds(PLAIN, "bfloat16", flops, HALF_LENGTH, HALF_LENGTH, 128) == pytest.approx(
         flops / (1000 * 0.25)
     )
-    assert attention_seconds(PLAIN, "bfloat16", flops, HALF_LENGTH, 8 * HALF_LENGTH, 64) == pytest.approx(
+    assert attention_seconds(PLAIN, "bfloat16", flops, 8 * HALF_LENGTH, HALF_LENGTH, 64) == pytest.approx(
         flops / (1000 * 0.25 * SMALL_HEAD)
     )
+
+
+def test_few_queries_of_attention_take_as_long_as_one_block_of_them():
+    block, half = (attention_seconds(PLAIN, "bfloat16", rows * 1e6, rows, 4096, 128) for rows in (ROWS, ROWS // 2))
+    assert block == pytest.approx(half)
+    assert attention_seconds(PLAIN, "bfloat16", 1e6, ROWS, 1 << 20, 128) == pytest.approx(
+        1e6 / (1000 * 0.5), rel=1e-3
+    ), "long keys are read by all multiprocessors"
 
 
 def kernel(name="add", kind="other", shape=(), moved=300, launches=1, flops=0):
@@ -98,6 +106,8 @@ def test_a_kernel_is_priced_by_its_kind():
     assert PLAIN.seconds(kernel(kind="attention", shape=(1, 2, 64, 64, 64), flops=500)) == attention_seconds(
         PLAIN, "bfloat16", 500, 64, 64, 64
     )
+    decoded = kernel(kind="attention", shape=(1, 1, 1, 64, 64), moved=3000, flops=1)
+    assert replace(PLAIN, kernel_seconds=0.0).seconds(decoded) == 30, "the keys and values are read"
     # The matrices of a convolution are not stored: its images and weights count.
     slow_memory = replace(PLAIN, memory_bandwidth=0.02)
     for name, moved in (("convolution", 300), ("mm", 3 * 2 * 64 * 64)):

@@ -65,6 +65,10 @@ ROUGH_PASSES: Mapping[str, float] = {
     "_fused_rms_norm_backward": 5 / 3,
     # The indices are sorted, and rows are added in two passes.
     "embedding_dense_backward": 2.0,
+    # Radix sort of 32 bits, 8 at a time: four passes that read and write keys of 4 bytes and indices of 8.
+    "sort": 6.0,
+    # Radix selection reads the input once for each 8 bits, and once more for the values.
+    "topk": 5.0,
 }
 """Bytes that a kernel moves, divided by its inputs and outputs, for operators that read their inputs several times."""
 
@@ -179,7 +183,8 @@ class Device:
             return kernel.launches * matmul_seconds(self, kernel.dtype, *kernel.shape, moved)
         if kernel.kind == "attention" and kernel.shape:
             queries, keys, head_dim = kernel.shape[2:]
-            return attention_seconds(self, kernel.dtype, kernel.flops, queries, keys, head_dim)
+            moving = kernel.num_bytes / (self.memory_bandwidth * self.memory_share)
+            return max(moving, attention_seconds(self, kernel.dtype, kernel.flops, queries, keys, head_dim))
         moving = ROUGH_PASSES.get(kernel.name, 1.0) * kernel.num_bytes / (self.memory_bandwidth * self.memory_share)
         computing = kernel.flops / (self.peak_of(kernel.dtype) * self.matmul_share) if kernel.flops else 0.0
         return max(moving, computing, self.kernel_seconds * kernel.launches)
@@ -246,6 +251,9 @@ From FlashAttention-2 (Dao, 2023, figure 4: A100, causal, head dimension 128, fo
 87, 115, 143, 163, 179 and 189 TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k tokens.
 """
 
+ROWS = 64
+"""Queries that attention computes at a time. Fewer take as long. All multiprocessors share the keys, however many."""
+
 SMALL_HEAD = 0.9
 """Throughput of attention with a head dimension of 64 or less, relative to 128. From the same figure."""
 
@@ -253,10 +261,9 @@ SMALL_HEAD = 0.9
 @lru_cache(maxsize=100_000)
 def attention_seconds(device: Device, dtype: str, flops: float, queries: int, keys: int, head_dim: int) -> float:
     """Returns the time of fused attention. `flops` leaves masked parts out."""
-    length = min(queries, keys)
-    if length < 1:
+    if min(queries, keys) < 1:
         return device.kernel_seconds
-    share = device.attention_share * length / (length + HALF_LENGTH)
+    share = device.attention_share * keys / (keys + HALF_LENGTH) * min(1.0, queries / ROWS)
     if head_dim <= 64:
         share *= SMALL_HEAD
     return max(flops / (device.peak_of(dtype) * share), device.kernel_seconds)

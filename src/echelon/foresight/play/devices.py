@@ -14,13 +14,13 @@ _GIB = 1 << 30
 
 _A100_PEAK = MappingProxyType(
     {
-        # NVIDIA A100 data sheet (2021): tensor cores without sparsity, FP32 and FP64 without tensor cores
+        # NVIDIA A100 data sheet (2021): tensor cores without sparsity, FP32 without tensor cores
         "int8": 624e12,
         "bfloat16": 312e12,
         "float16": 312e12,
         TF32: 156e12,
         "float32": 19.5e12,
-        "float64": 9.7e12,
+        "float64": 19.5e12,
     }
 )
 _H100_PEAK = MappingProxyType(
@@ -33,7 +33,7 @@ _H100_PEAK = MappingProxyType(
         "float16": 989.4e12,
         TF32: 494.7e12,
         "float32": 67e12,
-        "float64": 34e12,
+        "float64": 67e12,
     }
 )
 

@@ -21,7 +21,7 @@ from echelon._torch_private.tensors import FakeTensor, default_device_of, known_
 from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.placement import FACTORIES, HOST, MOVES, is_gpu, is_host
-from echelon.foresight.record.recurrent import GATES, pack_padded, pad_packed, recurrent
+from echelon.foresight.record.recurrent import GATES, pack_padded, pad_packed, recurrent, with_batch_sizes
 from echelon.foresight.trace import HostWait
 from echelon.wording import counted
 
@@ -64,7 +64,7 @@ class OnHost(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        read = _READS.get(getattr(func, "__name__", ""))
+        read = _ON_HOST.get(getattr(func, "__name__", ""))
         if read is None or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         return read(func, args, kwargs or {})
@@ -336,10 +336,10 @@ def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     log_probs, targets, _, lengths, blank, reduction, zero_infinity = (given[each] for each in names)
     if not isinstance(log_probs, FakeTensor) or (recording := recording_here()) is None:
         return func(*args, **kwargs)
-    # cuDNN takes joined targets of the host, in 32 bits. Others must lie where the probabilities do.
-    if targets.ndim == 1 and targets.dtype == torch.int32:
-        targets = _moved_to_gpu(Tensor.cuda, (targets,), {})
     if recording.placement is not None:
+        # cuDNN takes joined targets of the host, in 32 bits. Others must lie where the probabilities do.
+        if targets.ndim == 1 and targets.dtype == torch.int32:
+            targets = _moved_to_gpu(Tensor.cuda, (targets,), {})
         recording.placement.of_call("ctc_loss", [log_probs, targets])
     if is_single := log_probs.ndim == 2:
         log_probs = log_probs.unsqueeze(1)
@@ -433,15 +433,23 @@ _READS: dict[str, _Special] = {
     "__format__": _formatted,
     "data_ptr": _address,
     "__deepcopy__": _copied,
+    "ctc_loss": _ctc_loss,
 }
 """Functions of torch that depend on values or addresses of a fake tensor, by name."""
+
+_ON_HOST: dict[str, _Special] = {
+    **_READS,
+    **dict.fromkeys(GATES, with_batch_sizes),
+    "_pack_padded_sequence": pack_padded,
+    "_pad_packed_sequence": pad_packed,
+}
+"""Those of a program on processors."""
 
 _SPECIAL: dict[str, _Special] = {
     "device": _device,
     "_parse_to": _parsed,
     "cuda": _moved_to_gpu,
     "histc": _histogram,
-    "ctc_loss": _ctc_loss,
     **dict.fromkeys(GATES, recurrent),
     "_pack_padded_sequence": pack_padded,
     "_pad_packed_sequence": pad_packed,

@@ -101,6 +101,8 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
         stack.enter_context(objects_packed_by(partial(in_place_of, function=_with_values)))
         stack.enter_context(batches_noted(_begin_batch))
         wrap(DataLoader, "__init__", _without_workers)
+        wrap(torch.inference_mode, "__enter__", _infer)
+        wrap(torch.inference_mode, "__exit__", _end_inference)
         wrap(nn.Module, "_apply", _apply)
         wrap(torch.UntypedStorage, "resize_", _resize)
         wrap(torch.UntypedStorage, "data_ptr", _address)
@@ -119,6 +121,15 @@ def _begin_batch(size: int) -> None:
 def _without_kernels(_: Recording, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Makes a profiler of the host alone. torch would log an error for each operator, since it finds no GPU."""
     original(*args, **{**kwargs, "use_cpu": True, "use_device": None, "use_cuda": False})
+
+
+def _infer(_: Recording, __: Callable[..., None], context: Any) -> None:
+    """Begins `torch.inference_mode` as `torch.no_grad`. In torch's own mode, products are no products for a recorder."""
+    context.gradients = torch.set_grad_enabled(not context.mode)
+
+
+def _end_inference(_: Recording, __: Callable[..., None], context: Any, *error: Any) -> None:
+    context.gradients.__exit__(*error)
 
 
 # Methods of torch that treat fake tensors on the CPU differently from tensors of a GPU

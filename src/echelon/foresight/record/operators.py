@@ -69,6 +69,12 @@ _BY_OUTPUT = frozenset(
     ]
 )
 """Operators that read about as many bytes as they write, though an input is larger."""
+EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
+"""Operators that read the rows of a table that their indices name."""
+_ADDS = frozenset({"index_add_", "index_reduce_", "scatter_add_", "scatter_reduce_"})
+"""Operators that change a part of their first argument and have read it. Others read it if they accumulate."""
+_ACCUMULATES = {"index_put_": 3, "_index_put_impl_": 3, "put_": 3}
+"""Position of the argument `accumulate`."""
 _OVERWRITES = frozenset(
     [
         "copy_",
@@ -216,6 +222,54 @@ def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, A
     return flops, shape
 
 
+class TouchedPart(NamedTuple):
+    """Part of a tensor that an operator changes in place, such as the rows that its indices name."""
+
+    num_bytes: int
+    is_read: bool
+    """Whether the operator adds to it."""
+
+
+def touched_part(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TouchedPart | None:
+    """Returns the part of its first argument that an operator changes. None if it may be all of it."""
+    count = _TOUCHES.get(facts.name)
+    if count is None:
+        return None
+    position = _ACCUMULATES.get(facts.name, len(args))
+    accumulates = bool(args[position]) if position < len(args) else bool(kwargs.get("accumulate", False))
+    return TouchedPart(count(args) * args[0].element_size(), facts.name in _ADDS or accumulates)
+
+
+def _in_dimension(args: Sequence[Any]) -> int:
+    """Returns the elements of the slices that indices name in one dimension."""
+    target, dim, index = args[:3]
+    return int(target.numel() // max(1, target.shape[dim] if target.ndim else 1) * index.numel())
+
+
+def _at_positions(args: Sequence[Any]) -> int:
+    """Returns the elements that a list of indices names, with None for a dimension that has no index."""
+    target, indices = args[:2]
+    found = [each for each in indices if each is not None]
+    whole = [size for size, each in zip(target.shape, [*indices, *[None] * target.ndim], strict=False) if each is None]
+    positions = torch.broadcast_shapes(*(each.shape for each in found))  # type: ignore[no-untyped-call]
+    return math.prod([*positions, *whole])
+
+
+_TOUCHES: Mapping[str, Callable[[Sequence[Any]], int]] = {
+    **dict.fromkeys(("index_add_", "index_copy_", "index_fill_", "index_reduce_"), _in_dimension),
+    **dict.fromkeys(("index_put_", "_index_put_impl_"), _at_positions),
+    **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), lambda args: args[2].numel()),
+    "put_": lambda args: args[1].numel(),
+}
+"""Elements that an operator changes of its first argument."""
+
+
+def rows_of_bags(args: Sequence[Any]) -> int:
+    """Returns the bytes of the rows that an operator of `EMBEDDING_BAGS` reads."""
+    table, indices = args[:2]
+    return int(indices.numel() * table.shape[1] * table.element_size())
+
+
 # Matrix products
 
 
@@ -312,7 +366,12 @@ def _first_of(name: str) -> int:
 def _attention_shape(name: str, args: Sequence[Any]) -> Shape:
     first = _first_of(name)
     query, key = args[first], args[first + 1]
+    if name in _VARLEN:
+        longest, longest_of_keys = args[_VARLEN[name] : _VARLEN[name] + 2]
+        return max(1, query.shape[0] // max(1, longest)), query.shape[1], longest, longest_of_keys, query.shape[2]
     batch, heads, queries, width = query.shape
+    if queries == 1:  # flash attention takes the queries that share a key together
+        heads, queries = key.shape[1], max(1, heads // max(1, key.shape[1]))
     return batch, heads, queries, key.shape[2], width
 
 
@@ -321,10 +380,32 @@ def _attention_flops(name: str, causal: int, args: Sequence[Any], kwargs: Mappin
     query, key, value = args[first : first + 3]
     batch, heads, queries, width = query.shape
     products = 2 * batch * heads * queries * key.shape[2] * (width + value.shape[3])
-    # Two products forward. Five backward, one of which computes the scores again.
-    flops = products * 5 // 2 if first else products
+    flops = _with_backward(products, first)
     is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
-    return int(flops) // 2 if is_causal and queries == key.shape[2] else int(flops)
+    return flops // 2 if is_causal and queries == key.shape[2] else flops
+
+
+def _with_backward(products: int, is_backward: int) -> int:
+    """Returns the FLOPs of attention: two products forward; five backward, one of which computes the scores again."""
+    return int(products) * 5 // 2 if is_backward else int(products)
+
+
+def _varlen_flops(name: str, window: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Returns the FLOPs of attention inside of sequences that lie one after another.
+
+    Their lengths are values, which a forecast does not know. Each is taken to be as long as the longest.
+    """
+    first = _first_of(name)
+    query, value = args[first], args[first + 2]
+    tokens, heads, width = query.shape
+    keys, *others = args[_VARLEN[name] + 1 :]
+    is_causal = others[0] if others else kwargs.get("is_causal", False)
+    left, right = kwargs.get("window_size", args[window] if len(args) > window else None) or (-1, -1)
+    right = 0 if is_causal else right
+    # Keys before a query, and after it, of the sequence's and the window's, on average.
+    before = keys / 2 if left < 0 else min(keys / 2, left)
+    after = keys / 2 if right < 0 else min(keys / 2, right)
+    return _with_backward(int(2 * tokens * heads * (before + after) * (width + value.shape[2])), first)
 
 
 _CAUSAL = {
@@ -338,6 +419,11 @@ _CAUSAL = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
 }
 """Position of the argument `is_causal`."""
+_VARLEN = {"_varlen_attn": 5, "_varlen_attn_backward": 8}
+"""Position of the length of the longest sequence, which that of the keys follows, and then `is_causal`."""
+_WINDOW = {"_varlen_attn": 9, "_varlen_attn_backward": 13}
+"""Position of the argument `window_size`: keys before and after a query, -1 for all."""
 _ATTENTION: Mapping[str, Callable[..., int]] = {
-    name: functools.partial(_attention_flops, name, causal) for name, causal in _CAUSAL.items()
+    **{name: functools.partial(_attention_flops, name, causal) for name, causal in _CAUSAL.items()},
+    **{name: functools.partial(_varlen_flops, name, window) for name, window in _WINDOW.items()},
 }

@@ -37,7 +37,15 @@ from echelon.foresight.record.copies import COPIES, Copies, Move
 from echelon.foresight.record.dtypes import check_dtypes
 from echelon.foresight.record.here import Recording, Traffic, name_of, tensors_in
 from echelon.foresight.record.onednn import HAS_SCRATCH, scratch, with_workspace
-from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
+from echelon.foresight.record.operators import (
+    EMBEDDING_BAGS,
+    Operator,
+    flops_and_shape,
+    launches_of,
+    operator,
+    rows_of_bags,
+    touched_part,
+)
 from echelon.foresight.record.placement import GPU, Where
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.trace import CONVOLUTIONS, TF32, UNKNOWN_STORAGE, HostWait, Kind
@@ -167,7 +175,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.role == "kernel":
             if decides_shape(func):
                 return self._decided(operation)
-            if facts.takes_masks and any(each.dtype in MASKS for each in inputs[1:]):
+            if facts.takes_masks and any(each.dtype in MASKS for each in tensors_in(args[1:2])):
                 # A mode is off while it handles an operator. The parts of this one are recorded by themselves.
                 with self:
                     return without_masks(func, facts.name, args, kwargs, self._is_number)
@@ -361,17 +369,26 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         changed = [number(each) for each in written]
         made = [(key, each) for key, each in zip(after, outputs, strict=True) if key not in changed]
         writes = _by_storage([*zip(changed, written, strict=True), *made])
+        touched = touched_part(facts, args, kwargs)
+        if touched is not None:
+            writes[changed[0]] = min(touched.num_bytes, writes[changed[0]])
         is_found = self._of_overflow and before and self._of_overflow.issuperset(before) and not facts.negates
         if facts.finds_overflow or is_found:
             self._of_overflow.update(number(each) for each in (written[-1:] if facts.writes else outputs))
         if facts.is_sparse:
             reads: Traffic = ((UNKNOWN_STORAGE, sum(writes.values())),)
         else:
-            results = (*(args[:1] if facts.overwrites else ()), kwargs.get("out"))
+            is_overwritten = facts.overwrites or touched is not None
+            results = (*(args[:1] if is_overwritten else ()), kwargs.get("out"))
             overwritten = {number(each) for each in tensors_in(results)}
             # Not strict: `inputs` may have lost the last one above.
             known = [each for each in zip(before, inputs, strict=False) if each[0] not in overwritten]
-            reads = tuple(_by_storage(known).items())
+            found = _by_storage(known)
+            if touched is not None and touched.is_read:
+                found[changed[0]] = writes[changed[0]]
+            if facts.name in EMBEDDING_BAGS and (rows := rows_of_bags(args)) < found[before[0]]:
+                found[before[0]] = rows
+            reads = tuple(found.items())
         if where is not None and where != GPU:
             # One tensor of a list after another.
             launches = len(args[0]) if facts.is_foreach and args and isinstance(args[0], list | tuple) else 1
@@ -474,7 +491,7 @@ class _References(DispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = 0, 0, 0
+        self.seen: tuple[int, int, int] = 0, 0, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -489,7 +506,8 @@ def _usual_references() -> tuple[int, int, int]:
     """Returns the references to such a gradient in a mode, which depend on torch's version."""
     with real_tensors(), torch.enable_grad():
         inputs = 2 * torch.ones(1, requires_grad=True)
-        with _References() as mode:
+        mode = _References()
+        with mode:
             torch.autograd.backward(inputs.sin() * inputs.cos())
     return mode.seen
 

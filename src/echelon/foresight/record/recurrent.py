@@ -81,7 +81,7 @@ def recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             return func(*args)
     # Raises an error if some are on the CPU, as for each operator.
     if recording.placement is not None and recording.placement.of_call(name, [x, *states, *params]) not in (None, GPU):
-        return func(*args)
+        return with_batch_sizes(func, args, kwargs)
     recording.log.assume(ASSUMPTION)
     # The recorded rank's tensors are on the CPU for torch, and so is its autocast.
     if torch.is_autocast_enabled("cpu"):
@@ -91,6 +91,16 @@ def recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     given = (network, (*shape, network.hidden * num_directions), len(states), x, *states, *params)
     out: tuple[Tensor, ...] = _Recurrent.apply(*given)  # type: ignore[no-untyped-call]
     return out
+
+
+def with_batch_sizes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs torch.lstm, torch.gru and others by the kernels of a CPU, which read the sizes of packed sequences."""
+    recording = recording_here()
+    if recording is None or not isinstance(args[3], list | tuple):
+        return func(*args, **kwargs)
+    sizes = recording.routing.read(args[1])
+    assert sizes is not None  # `pack_padded` has made it
+    return func(args[0], sizes, *args[2:], **kwargs)
 
 
 class _Recurrent(torch.autograd.Function):
