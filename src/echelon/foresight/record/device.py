@@ -443,7 +443,7 @@ _ON_HOST: dict[str, _Special] = {
     "_pack_padded_sequence": pack_padded,
     "_pad_packed_sequence": pad_packed,
 }
-"""Those of a program on processors."""
+"""Functions that do something else in a program on processors, by name."""
 
 _SPECIAL: dict[str, _Special] = {
     "device": _device,

@@ -124,7 +124,7 @@ def _without_kernels(_: Recording, original: Callable[..., None], *args: Any, **
 
 
 def _infer(_: Recording, __: Callable[..., None], context: Any) -> None:
-    """Begins `torch.inference_mode` as `torch.no_grad`. In torch's own mode, products are no products for a recorder."""
+    """Begins `torch.inference_mode` as `torch.no_grad`. In torch's own mode a recorder sees no products."""
     context.gradients = torch.set_grad_enabled(not context.mode)
 
 
