@@ -79,6 +79,7 @@ PRIVATE_NAMES = (
     "torch.distributed._verify_params_across_processes",
     "torch.distributed.distributed_c10d.GroupName",
     "torch.distributed.distributed_c10d._World",
+    "torch.distributed.distributed_c10d._WorldMeta.WORLD.fget",
     "torch.distributed.distributed_c10d._check_p2p_op_list",
     "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._object_to_tensor",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+import sys
 from functools import partial
 
 import pytest
@@ -195,3 +196,34 @@ def test_an_asynchronous_broadcast_that_is_waited_for_late_goes_on():
         return x[0].item()
 
     assert echelon.simulate(main, 2).results == [0.0, 0.0]
+
+
+LATE = ("torch.distributed.nn.functional", "torch.distributed.fsdp.sharded_grad_scaler")
+"""Modules of torch with arguments whose default is the default group at the module's import."""
+
+
+@pytest.fixture
+def not_imported(monkeypatch):
+    for name in LATE:
+        module = importlib.import_module(name)
+        package, _, own = name.rpartition(".")
+        monkeypatch.setattr(sys.modules[package], own, module)  # the imports of the ranks replace it
+        monkeypatch.delitem(sys.modules, name)
+
+
+def importing_late():
+    dist.init_process_group("gloo")
+    differentiable, amp = map(importlib.import_module, LATE)
+    x = torch.full((2,), 1.0 + dist.get_rank(), requires_grad=True)
+    total = differentiable.all_reduce(x)
+    (total * (1 + dist.get_rank())).sum().backward()
+    scaler = amp.ShardedGradScaler(device="cpu")
+    return total.tolist(), x.grad.tolist(), scaler.process_group, dist.group.WORLD is not None
+
+
+def test_ranks_may_import_modules_of_torch_after_the_group_began(not_imported):
+    """The defaults of their arguments were the group of the rank that was the first to import them."""
+    for world_size in (1, 2, 3):
+        total = float(sum(range(1, world_size + 1)))
+        expected = ([total] * 2, [total] * 2, None, True)
+        assert echelon.simulate(importing_late, world_size).results == [expected] * world_size

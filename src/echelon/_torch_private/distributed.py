@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
+from inspect import CO_OPTIMIZED, currentframe
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -225,6 +226,33 @@ def groups_of_each_thread() -> Iterator[None]:
         yield
     finally:
         isolate(False)
+
+
+@contextmanager
+def defaults_without_group() -> Iterator[None]:
+    """Inside, a module of torch that is imported gets None for `group.WORLD`, which means the default group.
+
+    torch.distributed.nn evaluates `def all_reduce(tensor, group=group.WORLD)` at its import. Simulated ranks share the
+    module, so all of them would get the group of the rank that imports it first.
+    """
+    meta: Any = dist.distributed_c10d._WorldMeta  # the class of `group`, since `WORLD` is a property of a class
+    original = meta.WORLD
+
+    def world(cls: object) -> Any:
+        here = currentframe()
+        assert here is not None
+        assert here.f_back is not None
+        frame = here.f_back
+        is_function = frame.f_code.co_flags & CO_OPTIMIZED  # bodies of modules and classes are not optimised
+        if not is_function and frame.f_globals.get("__name__", "").startswith("torch."):
+            return None
+        return original.fget(cls)
+
+    meta.WORLD = property(world, original.fset)
+    try:
+        yield
+    finally:
+        meta.WORLD = original
 
 
 def forget_groups_of_thread() -> None:

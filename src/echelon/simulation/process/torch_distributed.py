@@ -21,6 +21,7 @@ from torch.distributed import FileStore, Store, TCPStore, constants, distributed
 from echelon._torch_private.distributed import (
     GROUP_GLOBALS,
     GroupRegistry,
+    defaults_without_group,
     forget_groups_of_thread,
     futures_that_wait_by,
     group_registry,
@@ -142,6 +143,7 @@ class TorchDistributed:
         try:
             with (
                 groups_of_each_thread(),
+                defaults_without_group(),
                 groups_made_by(self._with_simulated_backend, self._store_barrier),
                 futures_that_wait_by(self._wait_for, self._look_at),
                 stores_opened_by(
