@@ -143,6 +143,82 @@ def test_it_behaves_as_the_module(run):
         }
 
 
+def added_by_methods(group):
+    model = DDP(WithBuffer(1), group)
+    model.register_parameter("scale", nn.Parameter(torch.full((4,), group.rank + 1.0)))
+    model.add_module("head", fill(nn.Linear(4, 2)))
+    model.register_module("tail", fill(nn.Linear(2, 2)))
+    model.register_buffer("count", torch.tensor(group.rank))
+    model.register_buffer("cache", torch.tensor(0), persistent=False)
+    model.module.forward = lambda x: model.tail(model.head(x * model.scale * model.weight))
+    model(torch.full((1, 4), group.rank + 1.0)).sum().backward()
+    found = [model.get_parameter("scale"), model.get_buffer("count"), model.get_submodule("head")]
+    return {
+        "module": all(one is other for one, other in zip(found, (model.scale, model.count, model.head), strict=True)),
+        "parameters": [name for name, _ in model.module.named_parameters()],
+        "state": list(model.state_dict()),
+        "values": (model.scale.tolist(), model.count.item()),
+        "gradient": model.scale.grad.tolist(),
+    }
+
+
+def test_parameters_modules_and_buffers_added_by_methods_are_the_modules(run):
+    """They were kept in the wrapper, where no optimizer, state_dict or forward found them."""
+    first, second = run(added_by_methods, 2)
+    assert first == second
+    layers = ["head.weight", "head.bias", "tail.weight", "tail.bias"]
+    assert first["module"]
+    assert first["parameters"] == ["weight", "scale", *layers]
+    assert first["state"] == ["weight", "scale", "seen", "count", *layers]
+    assert first["values"] == ([1.0] * 4, 0)
+    assert any(first["gradient"])
+
+
+def deleted(group):
+    model = DDP(WithBuffer(1), group)
+    model.label = "new"
+    del model.label, model.scratch
+    with pytest.raises(AttributeError, match="absent"):
+        del model.absent
+    return hasattr(model.module, "label"), hasattr(model.module, "scratch"), hasattr(model.module, "weight")
+
+
+def test_attributes_are_deleted_from_the_module(run):
+    assert run(deleted, 2) == [(False, False, True)] * 2
+
+
+def applied(group):
+    """The wrapper has the module's weight, so a function that was called on both doubled it twice."""
+    model = DDP(WithBuffer(1), group)
+
+    @torch.no_grad()
+    def double(module):
+        module.weight.mul_(2)
+
+    return model.apply(double) is model, model.weight.tolist()
+
+
+def test_apply_calls_the_function_once_per_module(run):
+    assert run(applied, 2) == [(True, [2.0] * 4)] * 2
+
+
+def hooked(group):
+    model, calls = DDP(WithBuffer(1), group), []
+    model.register_state_dict_pre_hook(lambda *_: calls.append("saving"))
+    model.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    model.register_load_state_dict_pre_hook(lambda *_: calls.append("loading"))
+    model.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    model.load_state_dict(model.state_dict())
+    model.register_forward_pre_hook(lambda *_: calls.append("before"))
+    model.register_forward_hook(lambda *_: calls.append("after"))
+    model(torch.ones(4))
+    return calls
+
+
+def test_hooks_of_the_wrapper_are_called(run):
+    assert run(hooked, 2) == [["saving", "saved", "loading", "loaded", "before", "after"]] * 2
+
+
 def without_the_wrapper(group):
     module = mlp()
     model = DDP(module, group)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Never, get_args
+from typing import Any, NamedTuple, Never, Self, get_args
 
 import torch
 
@@ -43,7 +43,8 @@ _MEANT = {
 class ModuleProxy(torch.nn.Module):
     """Module that delegates to `module`: attributes, state_dict and the names of parameters.
 
-    Once `module` is set, new attributes become the module's, except for attributes that the wrapper already has.
+    Once `module` is set, new attributes become the module's, except for attributes that the wrapper already has. New
+    parameters, buffers, submodules and hooks of `state_dict` always do.
     """
 
     module: torch.nn.Module
@@ -119,6 +120,45 @@ class ModuleProxy(torch.nn.Module):
             )
         return self.module.load_state_dict(state_dict, strict)
 
+    # torch's own methods below would keep the value or the hook in the wrapper, where nobody reads it.
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Adds a parameter to the module, as the assignment of an attribute does."""
+        self.module.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Adds a buffer to the module."""
+        self.module.register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        """Adds a submodule to the module. So does `register_module`, which calls it."""
+        self.module.add_module(name, module)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """Returns one of the module's buffers."""
+        return self.module.get_buffer(target)
+
+    def apply(self, fn: Callable[[torch.nn.Module], object]) -> Self:
+        """Calls a function on each submodule and the module, not on the wrapper: that would be the module again."""
+        self.module.apply(fn)  # type: ignore[arg-type] # torch ignores the function's result
+        return self
+
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        """Registers a hook that the module calls before `state_dict`."""
+        return self.module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_state_dict_post_hook(self, hook: Any) -> Any:
+        """Registers a hook that the module calls after `state_dict`."""
+        return self.module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
+        """Registers a hook that the module calls before `load_state_dict`."""
+        return self.module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """Registers a hook that the module calls after `load_state_dict`."""
+        return self.module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+
     def __getattr__(self, name: str) -> Any:
         # Before `module` is set, and for `module` itself, delegation would recurse for ever.
         own = self.__dict__.get("_modules", {})
@@ -135,6 +175,12 @@ class ModuleProxy(torch.nn.Module):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or name in self.__dict__["_modules"]:
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
 
     def __getstate__(self) -> Any:
         raise UnsupportedOp("a wrapper belongs to its group and cannot be copied or pickled: take ddp.module instead")
