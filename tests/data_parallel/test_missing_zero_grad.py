@@ -70,3 +70,63 @@ def adversarial(group):
 def test_adversarial_training_is_fine():
     with warnings.catch_warnings(action="error"):
         echelon.simulate(adversarial, 2)
+
+
+class Gan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(2, 4), nn.Linear(4, 1)
+
+    def forward(self, noise, real=None):
+        made = self.generator(noise)
+        return self.discriminator(made) if real is None else self.discriminator(real - made.detach())
+
+
+def adversarial_in_one(group, zeroed, num_discriminator_steps, first):
+    """Each optimizer sets its gradients to zero before its own backward. That of the other one's may add to them."""
+    ddp = echelon.DDP(Gan(), group)
+    parts = {"generator": ddp.generator, "discriminator": ddp.discriminator}
+    optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
+    noise, real = torch.full((1, 2), group.rank + 1.0), torch.zeros(1, 4)  # equal batches are warned of, too
+
+    def train(name, *inputs):
+        if name in zeroed:
+            optimizers[name].zero_grad()
+        ddp(*inputs).mean().backward()
+        optimizers[name].step()
+
+    for step in range(4):
+        if step or first == "generator":
+            train("generator", noise)
+        for _ in range(num_discriminator_steps):
+            train("discriminator", noise, real)
+
+
+@pytest.mark.parametrize("num_discriminator_steps", [1, 3])
+@pytest.mark.parametrize("first", ["generator", "discriminator"])
+def test_two_optimizers_of_one_module_are_fine(first, num_discriminator_steps):
+    """The discriminator's backward does not reach the generator, whose gradients are there still."""
+    with warnings.catch_warnings(action="error"):
+        both = ("generator", "discriminator")
+        echelon.simulate(adversarial_in_one, 2, (both, num_discriminator_steps, first))
+
+
+@pytest.mark.parametrize("first", ["generator", "discriminator"])
+def test_a_missing_zero_grad_of_the_first_of_two_optimizers_is_warned_of(first):
+    with pytest.warns(UserWarning, match=WARNING) as caught:
+        echelon.simulate(adversarial_in_one, 2, ((), 1, first))
+    assert len(caught) == 1
+
+
+def stepping_once(group):
+    """The first optimizer's gradients stay for ever."""
+    ddp, noise = echelon.DDP(Gan(), group), torch.full((1, 2), group.rank + 1.0)
+    ddp(noise).mean().backward()
+    torch.optim.SGD(ddp.generator.parameters(), 0.1).step()
+    for _ in range(150):
+        ddp(noise, torch.zeros(1, 4)).mean().backward()
+    return ddp._sync.missing_zero_grad.is_done
+
+
+def test_the_watch_ends_after_a_hundred_backwards():
+    assert echelon.simulate(stepping_once, 2).results == [True, True]

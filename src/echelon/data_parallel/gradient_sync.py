@@ -254,6 +254,8 @@ class GradientSync:
     def on_gradient(self, index: int) -> None:
         """A gradient has been added to .grad. Launches full buckets."""
         reducer = self.reducer
+        if self.missing_zero_grad.used and self._watched is not None:
+            self.missing_zero_grad.on_gradient(self._watched.trainable[index][1])
         if not self.is_on:
             self._has_unreduced = self.has_unused = True
             reducer.buckets.store(index)
@@ -295,7 +297,7 @@ class GradientSync:
         if (index := self._watched.index_of(parameter)) is not None:
             self.on_gradient(index)
 
-    def on_step(self) -> None:
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step on the parameters.
 
         Raises:
@@ -308,7 +310,7 @@ class GradientSync:
             )
         self.has_unused = False
         self.reducer.counts.num_called_steps += 1
-        self.missing_zero_grad.on_step()
+        self.missing_zero_grad.on_step(optimizer)
         self.reducer.equal_batches.on_step()
 
     # Inside
@@ -404,7 +406,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     hooks = (hook for parameter in parameters for hook in hooks_after_gradient(parameter))
     told = {id(sync): sync for hook in hooks if isinstance(hook, _GradientHook) and (sync := hook.sync())}
     for sync in told.values():
-        sync.on_step()
+        sync.on_step(optimizer)
 
 
 def _count_compiled_step(optimizer: torch.optim.Optimizer) -> None:

@@ -64,7 +64,7 @@ class IdleOptimizer:
         Call it when a step of the program begins that gives gradients to this rank's parameters.
         """
         if self._missing_zero_grad is not None:
-            self._missing_zero_grad.on_backward(self._parameters())
+            self._missing_zero_grad.on_backward(self._parameters(), reaches_all=True)
         self._has_begun = True
         if self._idle and not self._is_done:
             self._is_done = self.has_warned = True
@@ -83,7 +83,7 @@ class IdleOptimizer:
         if any(id(each) in own for each in stepped):
             self._is_done = True
             if self._missing_zero_grad is not None:
-                self._missing_zero_grad.on_step()
+                self._missing_zero_grad.on_step(optimizer)
         elif self._has_begun and not self._is_done and all(each.grad is None for each in stepped):
             self._idle = type(optimizer).__name__
 
