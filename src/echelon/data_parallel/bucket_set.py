@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -172,6 +173,9 @@ class BucketMemory:
     In the parameters' own dtype, .grad *is* the view of this memory from the first backward on: there is no second
     copy. In a wider dtype, gradients are accumulated here and .grad is a rounded copy. Autograd must not add to a
     rounded copy, so `detach_rounded` removes it before. A .grad that the user changed replaces the accumulated value.
+
+    A program may keep a .grad, as `history.append(p.grad)` does, and set .grad to None. Before the memory is written,
+    the kept view gets memory of its own, and a new view takes its place here.
     """
 
     def __init__(
@@ -212,6 +216,10 @@ class BucketMemory:
         self._storage = self.flat.untyped_storage()
         self._pieces = [slice(start, end) for start, end in pairwise([0, *ends])]
         self._views = [self._new_view(index) for index in range(len(parameters))]
+        view = self._views[0]  # a local variable has it in `store` and `fill`, too
+        self._num_own_references = self._num_references(0)
+        """References to a view whose .grad is another tensor. Measured, as it depends on the version of Python."""
+        del view
         self._offsets = [view.storage_offset() for view in self._views]
         self.has_gradient = [False] * len(parameters)
         """Per parameter, whether this rank has a gradient for the reduction. Set by `fill`."""
@@ -231,13 +239,14 @@ class BucketMemory:
             UnsupportedOp: the gradient is sparse, has no memory of its own, has a graph, or has another dtype than the
                 parameter had.
         """
-        parameter, view = self._parameters[index], self._view(index)
-        gradient = parameter.grad
+        gradient, view = self._parameters[index].grad, self._view(index)
         # Fast path: with zero_grad(set_to_none=False) autograd adds to the view in place, so there is nothing to copy.
         if gradient is None or gradient is view:
             return
         if not has_values(gradient) or gradient.requires_grad or gradient.dtype != self._dtype:
             raise UnsupportedOp(f"the gradient of parameter {self._names[index]!r} {_problem(gradient, self._dtype)}")
+        if self._num_references(index) > self._num_own_references:
+            view = self._replace_kept(index)
         with torch.no_grad():
             # Detached: .grad is only the part that this backward computed. Otherwise it is the whole gradient.
             if self._is_detached[index]:
@@ -275,10 +284,14 @@ class BucketMemory:
         for index, parameter in enumerate(self._parameters):
             gradient, view = parameter.grad, self._view(index)
             self.has_gradient[index] = self.is_there(index)
-            if not self.has_gradient[index]:
-                view.zero_()
-            elif gradient is not view and not self._is_rounded(index):
-                self.store(index)
+            if self.has_gradient[index]:
+                if gradient is not view and not self._is_rounded(index):
+                    del view  # it would count as kept
+                    self.store(index)
+                continue
+            if self._num_references(index) > self._num_own_references:
+                view = self._replace_kept(index)
+            view.zero_()
 
     def is_there(self, index: int) -> bool:
         """Whether a parameter has a gradient now."""
@@ -317,6 +330,15 @@ class BucketMemory:
         if view.untyped_storage() is not self._storage or view.storage_offset() != self._offsets[index]:
             view = self._views[index] = self._new_view(index)
         return view
+
+    def _replace_kept(self, index: int) -> Tensor:
+        """Gives a view that the program kept memory of its own, with its values. Returns a new view."""
+        kept = self._views[index]
+        kept.data = kept.detach().clone()
+        return self._view(index)
+
+    def _num_references(self, index: int) -> int:
+        return sys.getrefcount(self._views[index])
 
     def _new_view(self, index: int) -> Tensor:
         return _like(self.flat[self._pieces[index]], self._parameters[index])
