@@ -336,13 +336,13 @@ class Played:
 
     @cached_property
     def model_flops(self) -> float:
-        """Floating-point operations of all ranks, without recomputation."""
+        """Floating-point operations of all ranks in forward and backward, without recomputation and optimizers."""
         per_role = {
             rank: sum(
                 # The backward of attention computes the scores again: one of its five products.
                 entry.flops * 4 / 5 if entry.kind == "attention" and "backward" in entry.name else entry.flops
                 for entry in role.program.trace.entries
-                if type(entry) is Kernel and entry.phase != "recompute"
+                if type(entry) is Kernel and entry.phase not in ("recompute", "optimizer")
             )
             for rank, role in self.roles.items()
         }

@@ -90,6 +90,8 @@ class Log:
         """Index of the GPU that is current."""
         self.optimizer_depth = 0
         """Number of nested calls of `step` of optimizers."""
+        self._closure_depth = 0
+        """The same where the innermost closure of an optimizer began. 0 outside of closures."""
         self.groups: dict[Group, int] = {}
         self.name_of_all = ""
         """Mesh dimension that has all ranks, such as "dp": the name of the default group."""
@@ -198,7 +200,7 @@ class Log:
 
     def phase(self, inputs: Iterable[torch.Tensor] = ()) -> Phase:
         """Returns the phase of an operation with these inputs."""
-        if self.optimizer_depth:
+        if self.is_in_optimizer:
             return "optimizer"
         if is_in_backward():
             # Within a backward only a forward that checkpointing repeats makes a graph.
@@ -207,6 +209,20 @@ class Log:
             return "forward"
         is_in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         return "forward" if is_in_graph else "other"
+
+    @property
+    def is_in_optimizer(self) -> bool:
+        """Whether an optimizer steps, and does not call its closure."""
+        return self.optimizer_depth > self._closure_depth
+
+    @contextmanager
+    def in_closure(self) -> Iterator[None]:
+        """Inside, an optimizer calls its closure, which computes forward and backward, as that of LBFGS."""
+        before, self._closure_depth = self._closure_depth, self.optimizer_depth
+        try:
+            yield
+        finally:
+            self._closure_depth = before
 
     def where(self, inputs: Iterable[torch.Tensor] = ()) -> Where:
         """Returns phase, line and module of an operation."""

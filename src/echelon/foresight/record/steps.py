@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 from torch.optim import Optimizer
@@ -33,6 +33,7 @@ _MOST_OF_OTHERS = 20_000
 """The same for a program that has made no optimizer, which may end by itself, and for schedules of pipelines."""
 _CALLERS = tuple(os.path.join("torch", *parts) for parts in (("autograd", "__init__.py"), ("_tensor.py",)))
 """Files of torch between a backward and the code that calls it."""
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _PIPELINES = os.path.join(os.sep, "torch", "distributed", "pipelining", "")
 
 
@@ -109,10 +110,28 @@ class Steps:
                     self._timing.meet()
                 else:
                     gc.collect()  # at fixed points only, so that memory is freed at the same entry in every run
-                for group in optimizer.param_groups:
-                    self._memory.mark(group["params"], "parameters")
-                    self._memory.mark((each.grad for each in group["params"]), "gradients")
+                self._mark(optimizer)
             log.optimizer_depth += 1
+
+    def _mark(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            self._memory.mark(group["params"], "parameters")
+            self._memory.mark((each.grad for each in group["params"]), "gradients")
+
+    def with_noted_closure(self, optimizer: Optimizer, arguments: _Arguments) -> _Arguments | None:
+        """Returns the arguments of an optimizer's `step` with a closure whose calls are noted. None if it has none."""
+        args, kwargs = arguments
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        def noted(*given: Any, **named: Any) -> Any:
+            with self._log.in_closure():
+                result = closure(*given, **named)
+            self._mark(optimizer)  # The gradients are new.
+            return result
+
+        return ((args[0], noted, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": noted})
 
     def end(self, optimizer: Optimizer) -> None:
         """Notes that an optimizer has stepped. Raises StepsDone after the last step."""
@@ -218,9 +237,11 @@ def _is_of_schedule() -> bool:
 def steps_noted() -> Iterator[None]:
     """Inside, optimizers of recorded ranks note their steps, and their backwards are counted."""
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        if (recording := recording_here()) is not None:
-            recording.steps.begin(optimizer)
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+        if (recording := recording_here()) is None:
+            return None
+        recording.steps.begin(optimizer)
+        return recording.steps.with_noted_closure(optimizer, (args, kwargs))
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         if (recording := recording_here()) is not None:
