@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -102,19 +102,27 @@ def hooks_after_gradient(parameter: torch.nn.Parameter) -> list[Callable[[torch.
     return list((hooks or {}).values())
 
 
-@contextmanager
-def backward_with(mode: Callable[[bool], AbstractContextManager[object]]) -> Iterator[None]:
-    """Inside, each backward runs in a context. torch itself leaves function modes during a backward.
+class Backward(NamedTuple):
+    """Options of a backward."""
 
-    Args:
-        mode: returns the context. Its argument is whether the backward goes to all leaves, and frees the graph.
+    is_whole: bool
+    """Whether it goes to all leaves, and frees the graph."""
+    makes_graph: bool
+    """Whether gradients of its gradients can be computed, as with `create_graph=True` and in `torch.func.grad`."""
+
+
+@contextmanager
+def backward_with(mode: Callable[[Backward], AbstractContextManager[object]]) -> Iterator[None]:
+    """Inside, each backward runs in a context, which `mode` returns.
+
+    torch itself leaves function modes during a backward.
     """
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(tensors: Any, *args: Any, **options: Any) -> Any:
         # args: gradients, whether the graph is kept, whether one is made, and the inputs if not all leaves are meant.
         is_whole = not any(args[1:4]) and bool(options.get("accumulate_grad"))
-        with mode(is_whole):
+        with mode(Backward(is_whole, makes_graph=bool(args[2]))):
             return original(tensors, *args, **options)
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined]

@@ -15,6 +15,7 @@ import torch
 
 from echelon._torch_private.autograd import is_in_backward, next_node_number, node_number
 from echelon.call_site import calling_place, is_in_import_of_library, line_of
+from echelon.foresight.record.callers import is_checkpointed
 from echelon.foresight.record.calls import Call, Calls
 from echelon.foresight.record.overlay import Overlay
 from echelon.foresight.record.segments import Counters
@@ -92,6 +93,12 @@ class Log:
         """Number of nested calls of `step` of optimizers."""
         self._closure_depth = 0
         """The same where the innermost closure of an optimizer began. 0 outside of closures."""
+        self._makes_graph = False
+        """Whether the present backward makes a graph of its own operations."""
+        self._backward_is_repeated = False
+        """Whether it does so inside of a forward that checkpointing repeats."""
+        self._is_in_stage = False
+        """Whether a stage of a pipeline repeats its forward, which it does before the backward."""
         self.groups: dict[Group, int] = {}
         self.name_of_all = ""
         """Mesh dimension that has all ranks, such as "dp": the name of the default group."""
@@ -184,7 +191,7 @@ class Log:
         return self._mark().is_compiled
 
     def _mark(self) -> _Mark:
-        if is_in_backward() and not torch.is_grad_enabled():
+        if is_in_backward() and not self._is_repeated():
             number = node_number()
             if number < 0:
                 return _NO_MODULE
@@ -202,13 +209,42 @@ class Log:
         """Returns the phase of an operation with these inputs."""
         if self.is_in_optimizer:
             return "optimizer"
+        if self._is_in_stage:
+            return "recompute"
         if is_in_backward():
-            # Within a backward only a forward that checkpointing repeats makes a graph.
-            return "recompute" if torch.is_grad_enabled() else "backward"
+            return "recompute" if self._is_repeated() else "backward"
         if self._marks[-1].module >= 0:
             return "forward"
         is_in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         return "forward" if is_in_graph else "other"
+
+    def _is_repeated(self) -> bool:
+        """Whether checkpointing repeats a forward in the present backward."""
+        # Fast path: most backwards make no graph. Then only a repeated forward does, also in a checkpointing of others.
+        if not (torch.is_grad_enabled() and self._makes_graph):
+            return torch.is_grad_enabled()
+        return self._backward_is_repeated or is_checkpointed()
+
+    @contextmanager
+    def backward(self, makes_graph: bool) -> Iterator[None]:
+        """Inside, a backward runs that may make a graph of its own operations, as with `create_graph=True`."""
+        before = self._makes_graph, self._backward_is_repeated
+        # As a penalty on gradients inside of a checkpointed module: its backward is a part of the module's forward.
+        self._backward_is_repeated = makes_graph and is_in_backward() and is_checkpointed()
+        self._makes_graph = makes_graph
+        try:
+            yield
+        finally:
+            self._makes_graph, self._backward_is_repeated = before
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Inside, a stage of a pipeline repeats its forward."""
+        self._is_in_stage = True
+        try:
+            yield
+        finally:
+            self._is_in_stage = False
 
     @property
     def is_in_optimizer(self) -> bool:

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from echelon._torch_private.autograd import backward_with, is_in_backward, register_first_hook
+from echelon._torch_private.autograd import Backward, backward_with, is_in_backward, register_first_hook
 from echelon._torch_private.distributed import chunks_noted
 from echelon._torch_private.fake_results import Form, form_of, made_of
 from echelon._torch_private.states import state_of
@@ -587,9 +587,9 @@ def microbatches_repeated() -> Iterator[None]:
         repeats = _repeats_here()
         return original(self, *args, **kwargs) if repeats is None else repeats.called(original, self, args, kwargs)
 
-    def backward(is_whole: bool) -> AbstractContextManager[None]:
+    def backward(asked: Backward) -> AbstractContextManager[None]:
         repeats = _repeats_here()
-        return nullcontext() if repeats is None else repeats.backward(is_whole)
+        return nullcontext() if repeats is None else repeats.backward(asked.is_whole)
 
     def expect(module: nn.Module, num_calls: int) -> None:
         if (repeats := _repeats_here()) is not None:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from echelon._torch_private.autograd import backward_with, is_in_backward
+from echelon._torch_private.autograd import Backward, backward_with, is_in_backward
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import calling_file
@@ -22,6 +22,7 @@ from echelon.foresight.record.here import Recording, in_place_of, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.trace import Allocate, Entry, Order, Trace
+from echelon.pipeline.stage.stage import Stage
 
 if TYPE_CHECKING:
     from echelon.foresight.record.repeats import Repeats
@@ -247,14 +248,19 @@ def steps_noted() -> Iterator[None]:
         if (recording := recording_here()) is not None:
             recording.steps.end(optimizer)
 
-    def counted(_: bool) -> AbstractContextManager[None]:
-        if (recording := recording_here()) is not None:
-            recording.steps.backward()
-        return nullcontext()
+    def counted(asked: Backward) -> AbstractContextManager[None]:
+        if (recording := recording_here()) is None:
+            return nullcontext()
+        recording.steps.backward()
+        return recording.log.backward(asked.makes_graph)
 
     hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
-        with patch.object(Optimizer, "__init__", in_place_of(Optimizer.__init__, _make)), backward_with(counted):
+        with (
+            patch.object(Optimizer, "__init__", in_place_of(Optimizer.__init__, _make)),
+            patch.object(Stage, "recompute", in_place_of(Stage.recompute, _recompute)),
+            backward_with(counted),
+        ):
             yield
     finally:
         for hook in hooks:
@@ -264,3 +270,8 @@ def steps_noted() -> Iterator[None]:
 def _make(recording: Recording, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     original(optimizer, *args, **kwargs)
     recording.steps.made(optimizer)
+
+
+def _recompute(recording: Recording, original: Callable[..., None], stage: Stage, *args: Any, **kwargs: Any) -> None:
+    with recording.log.repeating():
+        original(stage, *args, **kwargs)
