@@ -185,18 +185,18 @@ class Repeats:
         """Notes how often a module is called in a step."""
         self._expected[id(module)] = num_calls
 
-    def end_step(self) -> None:
-        """Ends a step.
+    def end_step(self, counts: bool = True) -> None:
+        """Ends a step. Unless it `counts`, it is no measure for later ones, and one more is recorded.
 
         Raises:
             NotRepeated: the last microbatch of the last step has not run, or a repeated call has had no backward pass.
         """
-        self._num_left -= 1
-        if self._num_open or (
-            self._num_left == 0 and any(self._counts[each] != self._expected.get(each) for each in self._was_repeated)
-        ):
+        self._num_left -= counts
+        is_last = counts and not self._num_left
+        differs = any(self._counts[each] != self._expected.get(each) for each in self._was_repeated)
+        if self._num_open or (is_last and differs):
             raise NotRepeated
-        self._expected.update(self._counts)
+        self._expected = {**self._expected, **self._counts} if counts else {}
         self._counts.clear()
         self._was_repeated.clear()
 

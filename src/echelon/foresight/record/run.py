@@ -403,6 +403,7 @@ class _Run:
                 try:
                     with until.watched(steps.finish) if until else nullcontext():
                         self._request.call.run(group)
+                    steps.end_program()
                 except StepsDone:
                     pass
                 except SystemExit as error:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -32,6 +33,8 @@ MOST_BACKWARDS = 1_000
 """Backwards that a program with an optimizer may compute without a step of one. Accumulation takes some hundred."""
 _MOST_OF_OTHERS = 20_000
 """The same for a program that has made no optimizer, which may end by itself, and for schedules of pipelines."""
+MOST_ROUNDS = 32
+"""Rounds for which an optimizer is waited for. A WGAN has 5 of its critic, and MAML 10, and each round is recorded."""
 _CALLERS = tuple(os.path.join("torch", *parts) for parts in (("autograd", "__init__.py"), ("_tensor.py",)))
 """Files of torch between a backward and the code that calls it."""
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -55,6 +58,16 @@ class Timing(NamedTuple):
     """Waits for the ranks that are timed at the same time. Called where an optimizer begins."""
 
 
+class _End(NamedTuple):
+    """End of a step, or of a round of it."""
+
+    position: int
+    """Number of entries before it."""
+    num_calls: int
+    live: list[Allocate]
+    """Storages that are alive."""
+
+
 class Steps:
     """Steps of one rank so far."""
 
@@ -76,6 +89,8 @@ class Steps:
         self.earlier: list[Order] = []
         """Communication, waits and events before it."""
         self.num_done = 0
+        self._num_uncounted = 0
+        """Steps that are unlike the ones after them."""
         self._log = log
         self._memory = memory
         self._num_steps = num_steps
@@ -86,33 +101,84 @@ class Steps:
         self._by_optimizers = by_optimizers
         """Whether optimizers end a step. Otherwise `finish` alone does."""
         # By weak reference: an optimizer that the program drops need not step.
-        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._made: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        """Optimizers that have to step before a step ends, with the lines where they were made."""
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._of_round: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers that have stepped in this round: a round ends when one of them steps again."""
+        self._rounds: list[_End] = []
+        """Ends of rounds in this step."""
+        self._waited_for: list[str] = []
+        """Lines of optimizers that had not stepped at the end of the latest round."""
+        self._last: weakref.ref[Optimizer] | None = None
+        """Optimizer that has ended the step before."""
         self._live_at_begin: list[Allocate] = []
-        self._end: tuple[int, int, list[Allocate]] = (0, 0, [])
-        """Numbers of entries and calls, and the live storages, when an optimizer had stepped last."""
+        self._end = _End(0, 0, [])
+        """End of the latest step of an optimizer."""
         self._num_backwards = 0
         """Backwards since an optimizer had stepped last."""
 
     def made(self, optimizer: Optimizer) -> None:
         """Notes a new optimizer."""
-        self._made.add(optimizer)
+        self._made[optimizer] = self._log.line()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Notes the call of an optimizer's `step`."""
         log = self._log
         with log.call("begin of an optimizer"):
             if not log.optimizer_depth:
-                if optimizer in self._stepped and self._by_optimizers:
-                    # Another one has not stepped, and perhaps never will. The step ended with the last one that did.
-                    self._made = weakref.WeakSet(self._stepped)
-                    self._finish(*self._end)
+                if optimizer in self._of_round and self._by_optimizers:
+                    self._end_round()
                 if self._timing is not None:
                     self._timing.meet()
                 else:
                     gc.collect()  # at fixed points only, so that memory is freed at the same entry in every run
                 self._mark(optimizer)
             log.optimizer_depth += 1
+
+    def _end_round(self) -> None:
+        """Ends a round. Ends the step, too, if no other optimizer is waited for any longer."""
+        # They may step at a slower rate, such as a generator after some updates of its critic.
+        self._waited_for = self._missing()
+        self._of_round.clear()
+        self._rounds.append(self._end)
+        if self._waited_for and len(self._rounds) < MOST_ROUNDS:
+            return
+        self._leave_out()
+        # A step of many rounds is unlike the ones after it.
+        self._finish(self._end, counts=not self._waited_for)
+
+    def _missing(self) -> list[str]:
+        """Returns the lines of optimizers that have not stepped, and have parameters that no other one has updated."""
+        # Of one that is wrapped or replaced by another, all parameters have been updated.
+        updated = {id(each) for optimizer in self._stepped for each in _parameters(optimizer)}
+        return [
+            line
+            for each, line in self._made.items()
+            if each not in self._stepped and any(id(one) not in updated for one in _parameters(each))
+        ]
+
+    def _leave_out(self) -> None:
+        """Lets steps end without optimizers that have not stepped, and perhaps never will."""
+        for line in self._waited_for:
+            self._log.assumptions.of(
+                f"the optimizer made at {line} does not step: if it does later, name a function whose return ends a "
+                "step by --until FUNCTION"
+            )
+        stepped = [(each, line) for each, line in self._made.items() if each in self._stepped]
+        self._made = weakref.WeakKeyDictionary(stepped)
+
+    def end_program(self) -> None:
+        """Ends the first steps of a program that has ended while an optimizer was waited for."""
+        has_repeated = self._repeats is not None and self._repeats.num_repeated
+        # Repeated microbatches are recorded again then, because the last one of a step has to run.
+        if self.entries is not None or has_repeated or not self._rounds:
+            return
+        self._leave_out()
+        before = _End(0, 0, [])
+        for each in tuple(self._rounds):
+            self._finish(_End(each.position - before.position, each.num_calls - before.num_calls, each.live))
+            before = each
 
     def _mark(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -139,15 +205,20 @@ class Steps:
         log = self._log
         with log.call("end of an optimizer"):
             log.optimizer_depth -= 1
+            # Also if it is wrapped by another one.
+            self._stepped.add(optimizer)
             if log.optimizer_depth:
                 return
             for state in optimizer.state.values():
                 self._memory.mark(state.values(), "optimizer")
-            self._stepped.add(optimizer)
+            self._of_round.add(optimizer)
             self._num_backwards = 0
             self._end = self._here()
             if self._by_optimizers and all(each in self._stepped or not _has_parameters(each) for each in self._made):
-                self._finish_here()
+                last, self._last = self._last and self._last(), weakref.ref(optimizer)
+                # A slow optimizer may come first in its round: then the first step has one round alone, and the second
+                # one lacks its last round.
+                self._finish_here(counts=last is None or last is optimizer or self._num_uncounted > 0)
 
     def backward(self) -> None:
         """Counts a backward. Raises UnsupportedOp after too many backwards without a step of an optimizer."""
@@ -171,16 +242,17 @@ class Steps:
         with self._log.call("end of a step"):
             self._finish_here()
 
-    def _finish_here(self) -> None:
+    def _finish_here(self, counts: bool = True) -> None:
         if self._timing is None:
             gc.collect()
-        self._finish(*self._here())
+        self._finish(self._here(), counts)
 
-    def _here(self) -> tuple[int, int, list[Allocate]]:
-        return len(self._log.entries), len(self._log.calls), list(self._memory.live.values())
+    def _here(self) -> _End:
+        return _End(len(self._log.entries), len(self._log.calls), list(self._memory.live.values()))
 
-    def _finish(self, position: int, num_calls: int, live: list[Allocate]) -> None:
-        """Ends a step after `position` entries and `num_calls` calls."""
+    def _finish(self, end: _End, counts: bool = True) -> None:
+        """Ends a step. Unless it `counts`, one more is recorded."""
+        position, num_calls, live = end
         self._log.calls.end_step(num_calls, position)
         if self.entries is not None:
             self.earlier += [entry for entry in self.entries if isinstance(entry, Order)]
@@ -188,9 +260,14 @@ class Steps:
         self.computed = self._log.drop(position)
         self._live_at_begin = live
         self._stepped.clear()
+        self._of_round.clear()
+        self._rounds.clear()
         self._log.forget_graph()
         if self._repeats is not None:
-            self._repeats.end_step()
+            self._repeats.end_step(counts)
+        if not counts:
+            self._num_uncounted += 1
+            return
         self.num_done += 1
         if self.num_done == self._num_steps:
             self._since = time.monotonic()
@@ -225,7 +302,11 @@ class Steps:
 
 
 def _has_parameters(optimizer: Optimizer) -> bool:
-    return any(each.requires_grad for group in optimizer.param_groups for each in group["params"])
+    return next(_parameters(optimizer), None) is not None
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
 
 
 def _is_of_schedule() -> bool:

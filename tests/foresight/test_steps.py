@@ -1,0 +1,172 @@
+"""Steps of programs with several optimizers."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.foresight.record import steps
+from echelon.foresight.record.run import record
+from echelon.foresight.trace import Kernel
+
+SIZE = 64
+
+
+def layer():
+    return nn.Linear(SIZE, SIZE, bias=False).cuda()
+
+
+def update(model, optimizer, microbatches=1):
+    for _ in range(microbatches):
+        model(torch.ones(SIZE, SIZE, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def updates(trace):
+    """Returns the forwards of a step by their module, each of which is one update."""
+    return Counter(
+        trace.modules[entry.module]
+        for entry in trace.entries
+        if isinstance(entry, Kernel) and entry.flops and entry.phase == "forward"
+    )
+
+
+class Critic(nn.Linear):
+    pass
+
+
+class Generator(nn.Linear):
+    pass
+
+
+def adversarial(num_critic, order="", *, iterations=4, microbatches=1):
+    critic, generator = (kind(SIZE, SIZE, bias=False).cuda() for kind in (Critic, Generator))
+    of_critic, of_generator = (torch.optim.SGD(model.parameters()) for model in (critic, generator))
+    for number in range(num_critic * iterations):
+        if order == "generator first" and number % num_critic == 0:
+            update(generator, of_generator)
+        update(critic, of_critic, microbatches)
+        is_last = (number + 1) % num_critic == 0
+        if is_last if not order else order == "at once" and number % num_critic == 0:
+            update(generator, of_generator)
+
+
+@pytest.mark.parametrize("order", ["", "generator first", "at once"])
+@pytest.mark.parametrize("num_critic", [1, 2, 5])
+def test_a_step_ends_when_optimizers_have_stepped_that_step_at_different_rates(num_critic, order):
+    seen = echelon.foresee(adversarial, 1, (num_critic, order))
+    assert updates(seen.traces[0]) == {"Critic": num_critic, "Generator": 1}
+    assert not seen.assumptions
+
+
+def test_a_step_is_that_of_the_named_function():
+    def program():
+        critic, generator = (kind(SIZE, SIZE, bias=False).cuda() for kind in (Critic, Generator))
+        of_critic, of_generator = (torch.optim.Adam(model.parameters()) for model in (critic, generator))
+
+        def iteration():
+            for _ in range(3):
+                update(critic, of_critic)
+            update(generator, of_generator)
+
+        for _ in range(4):
+            iteration()
+
+    seen, named = (echelon.foresee(program, 1, until=until) for until in (None, "iteration"))
+    assert seen.step_seconds == pytest.approx(named.step_seconds)
+    assert seen.live_memory == named.live_memory
+
+
+def test_microbatches_of_several_updates_are_repeated():
+    full, fast = (record(lambda: adversarial(3, microbatches=6), 1, full=full)[0] for full in (True, False))
+    assert updates(full) == {"Critic": 18, "Generator": 1}
+    assert fast == full
+
+
+def unused(iterations, kind=torch.optim.SGD, shared=False, microbatches=1):
+    model, other = layer(), layer()
+    optimizer = torch.optim.SGD(model.parameters())
+    aside = kind(model.parameters() if shared else other.parameters())
+    for _ in range(iterations):
+        update(model, optimizer, microbatches)
+    return aside
+
+
+@pytest.mark.parametrize("iterations", [2, 5, 100])
+@pytest.mark.parametrize("microbatches", [1, 6])
+def test_an_optimizer_that_never_steps_is_left_out(iterations, microbatches):
+    trace = record(lambda: unused(iterations, microbatches=microbatches), 1)[0]
+    assert trace.is_step
+    assert updates(trace) == {"Linear": microbatches}
+    (text,) = trace.assumptions
+    assert text.startswith("the optimizer made at tests/foresight/test_steps.py:")
+    assert text.endswith(
+        "does not step: if it does later, name a function whose return ends a step by --until FUNCTION"
+    )
+
+
+def test_an_optimizer_is_waited_for_a_bounded_time():
+    done = []
+
+    def program():
+        model, other = layer(), layer()
+        optimizer, _aside = (torch.optim.SGD(each.parameters()) for each in (model, other))
+        while True:
+            done.append(1)
+            update(model, optimizer)
+
+    assert updates(record(program, 1)[0]) == {"Linear": 1}
+    assert len(done) == steps.MOST_ROUNDS + 2
+
+
+def test_an_optimizer_whose_parameters_another_one_updates_is_not_waited_for():
+    """Sharpness-aware optimizers keep one, and a program may go on with another one later."""
+    trace = record(lambda: unused(3, torch.optim.LBFGS, shared=True), 1)[0]
+    assert updates(trace) == {"Linear": 1}
+    assert not trace.assumptions
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Optimizer that steps by another one, of parameters of its own, as one of mixed precision."""
+
+    def __init__(self, params):
+        self.masters = [each.detach().clone().requires_grad_() for each in params]
+        self.inner = torch.optim.SGD(self.masters)
+        super().__init__(params, {})
+
+    def step(self):
+        for each, group in zip(self.masters, self.param_groups[0]["params"], strict=True):
+            each.grad = group.grad
+        self.inner.step()
+
+
+def test_an_optimizer_that_another_one_steps_has_stepped():
+    done = []
+
+    def program():
+        model = layer()
+        optimizer = Wrapper(list(model.parameters()))
+        while True:
+            done.append(1)
+            update(model, optimizer)
+
+    assert updates(record(program, 1)[0]) == {"Linear": 1}
+    assert len(done) == 2
+
+
+def test_optimizers_of_single_parameters_step_in_backward():
+    def program():
+        model = nn.Sequential(layer(), layer())
+        optimizers = {each: torch.optim.SGD([each]) for each in model.parameters()}
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(lambda each: optimizers[each].step())
+        while True:
+            model(torch.ones(SIZE, SIZE, device="cuda")).sum().backward()
+            model.zero_grad()
+
+    trace = record(program, 1)[0]
+    assert sum(updates(trace).values()) == 2
+    assert not trace.assumptions
