@@ -21,7 +21,8 @@ def played(*steps, classes=None, device=PLAIN, cluster=LINKS):
 def test_kernels_of_one_stream_follow_each_other_and_those_of_two_overlap():
     assert played(Step().kernel(1).kernel(2)).seconds == 3
     side = played(Step().kernel(1, stream=1).kernel(2, stream=2))
-    assert side.seconds == 2
+    # At half of the speed until the first one ends.
+    assert sorted((run.start, run.end) for run in side.roles[0].runs) == [(0, 2), (0, 3)]
 
 
 def test_a_host_that_is_slow_delays_kernels():
@@ -99,8 +100,40 @@ def test_communication_takes_its_share_of_the_device_while_it_waits_for_others()
     assert result.seconds == 5
 
 
-def test_kernels_of_another_stream_delay_those_of_the_default_stream():
+def test_streams_that_compute_at_once_share_the_device():
     assert played(Step().kernel(1, stream=1).kernel(2)).seconds == 3
+    many = Step()
+    for stream in range(4):
+        many.kernel(2, stream=stream).kernel(1, stream=stream)
+    result = played(many)
+    assert [run.end for run in result.roles[0].runs] == [12] * 4, "each at a quarter of the speed"
+    parts = result.roles[0].shares
+    assert (parts.kernels["other"], parts.contention, parts.idle) == (1, 0, 0)
+    # The second stream begins at 1 s, beside 3 s of the default stream. Both have half of the device for 2 s.
+    late = played(Step().kernel(1).record(7).kernel(3).wait_event(7, stream=1).kernel(1, stream=1)).roles[0]
+    assert sorted((run.stream, run.start, run.end) for run in late.runs) == [(0, 0, 1), (0, 1, 5), (1, 1, 3)]
+
+
+def test_a_side_stream_loses_the_multiprocessors_of_communication_like_the_default_stream():
+    device = replace(PLAIN, communication_sms=5)
+    about = {"kind": "attention", "shape": (1, 1, 1, 1, 1), "flops": 1}
+    alone = played(Step().kernel(0, **about)).seconds
+    assert alone > 0.5
+    for stream in (0, 1):
+        step = Step().collective(1, SECOND, stream=stream).kernel(0, stream=stream, **about).wait(1, stream=stream)
+        # Half a second of work is done in the second of the collective.
+        assert played(step, device=device).seconds == pytest.approx(alone + 0.5), stream
+    # Memory limits copies of FSDP2 on its side streams, with which the published steps were fitted.
+    copies = Step().collective(1, SECOND, stream=1).kernel(2, stream=1).wait(1, stream=1)
+    assert played(copies, device=device).seconds == 2
+
+
+def test_kernels_that_are_not_launched_yet_slow_down_no_other_stream():
+    device = replace(PLAIN, launch_seconds=1.0)
+    # The side stream gets its kernels at 2 and 3 s, when the first one of the default stream has ended.
+    role = played(Step().kernel(1).kernel(1, stream=1).kernel(1, stream=1), device=device).roles[0]
+    assert [(run.stream, run.end) for run in role.runs] == [(0, 2), (1, 4)]
+    assert role.shares.contention == 0
 
 
 def test_roles_meet_in_a_collective():

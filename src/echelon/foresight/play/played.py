@@ -74,10 +74,7 @@ class ExposedPart(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Parts of a role's step, each as a share of it, 0 to 1.
-
-    They add up to 1, unless several streams compute at once.
-    """
+    """Parts of a role's step, each as a share of it, 0 to 1. They add up to 1."""
 
     kernels: Mapping[str, float]
     """Kernels that have the device to themselves, by kind: "matmul", "attention", "other"."""
@@ -150,7 +147,7 @@ class PlayedRole:
         if not self.seconds:
             return Shares(dict.fromkeys(self.kernel_seconds, 0.0), 0.0, 0.0, 0.0, 0.0)
         computing = sum(end - start for start, end in self.computing)
-        # Kernels of several streams at once add up to more than the time in which any of them runs.
+        # Runs of kernels are longer than their kernels. Of measured times, rounding may leave less than nothing.
         besides_kernels = max(0.0, computing - sum(self.kernel_seconds.values()))
         # Runs span the gaps between their launches, which are idle time and no contention.
         launching = max(0.0, min(besides_kernels, sum(run.launching for run in self.runs)))  # not -0.0 % by rounding

@@ -5,11 +5,12 @@ through its operations in order and puts them on streams and queues. It waits on
 stream or queue does its operations in order. While it waits it keeps a backlog, and it goes on as soon as the time of
 the awaited event is known. An operation is done as soon as its times are known.
 
-The end of kernels on the default stream depends on the communication beside them and on kernels of other streams, and
-that of communication on other communication on its links. These ends are found in the order of time, by a queue of
-events: communication takes multiprocessors, begins or ends, kernels end. Communication takes multiprocessors as soon as
-its own rank has arrived, as NCCL's kernels do, which wait on the device. At each event, kernels and communication under
-way on the same device and links get new rates. If no event is left and something waits, the program is in a deadlock.
+The end of kernels depends on the communication beside them and on kernels of other streams. That of communication
+depends on other communication on its links. These ends are found in the order of time, by a queue of events:
+communication takes multiprocessors, begins or ends, kernels begin or end. Streams that compute at once share the device
+evenly. Communication takes multiprocessors as soon as its own rank has arrived, as NCCL's kernels do, which wait on the
+device. At each event, kernels and communication under way on the same device and links get new rates. If no event is
+left and something waits, the program is in a deadlock.
 
 A copy between the host and its GPU takes nothing from kernels. It has a copy engine, one for each direction, which does
 one copy after another in the order in which streams get to them.
@@ -145,12 +146,18 @@ class _Copying:
 
 @dataclass(slots=True, eq=False)
 class _Kernels(_Work):
-    """Kernels under way on the default stream."""
+    """Kernels of one stream in a row, at the head of their stream."""
 
     role: _Role
+    line: _Line
     issued: float
     run: Run
     start: float
+    """Time at which their stream comes to them."""
+    begin: float
+    """Time at which the first one begins."""
+    has_products: bool
+    """Whether some of them are products or attention, or all are on the default stream."""
 
 
 class _Role:
@@ -171,16 +178,16 @@ class _Role:
         """Number of messages so far, by their channel and side."""
         self.joined: dict[tuple[int, int], _Gathering] = {}
         """Gatherings by operation and part."""
-        self.kernels: _Kernels | None = None
-        """Kernels under way on the default stream."""
+        self.kernels: dict[_Kernels, None] = {}
+        """Kernels under way, of each stream that computes."""
+        self.is_shared = len({each.stream for each in program.operations if type(each) is Run}) > 1
+        """Whether several streams compute."""
         self.num_waiting = 0
         """Streams and queues with a backlog."""
         self.taken: dict[_Taken, None] = {}
         """Multiprocessors that communication takes."""
         self.engines: dict[bool, deque[_Copying]] = {True: deque(), False: deque()}
         """Copies that have come to the engine of each direction, by whether they go to the GPU."""
-        self.num_beside = 0
-        """Kernels under way on other streams."""
         self.hosts: list[float] = []
         """Time of the host before each operation."""
         self.runs: list[RunSpan] = []
@@ -205,9 +212,9 @@ class _Role:
 
 
 # Order of events at the same time: ends make room before the next work begins.
-_END, _STREAM_END, _STREAM_BEGIN, _TAKE, _BEGIN = range(5)
+_END, _TAKE, _BEGIN = range(3)
 
-_What: TypeAlias = _Role | _Taken | _Gathering | _Kernels | _Copying
+_What: TypeAlias = _Taken | _Gathering | _Kernels | _Copying
 
 
 class _Player:
@@ -233,12 +240,9 @@ class _Player:
             self._wake_all()
         while self._events:
             self._now, kind, _, what, version = heappop(self._events)
-            if isinstance(what, _Role):
-                what.num_beside += 1 if kind == _STREAM_BEGIN else -1
-                self._set_rate(what)
-            elif isinstance(what, _Taken):
+            if isinstance(what, _Taken):
                 what.role.taken[what] = None
-                self._set_rate(what.role)
+                self._set_rates(what.role)
             elif isinstance(what, _Copying):
                 if kind == _BEGIN:
                     self._copy_comes(what)
@@ -247,7 +251,10 @@ class _Player:
             elif version != what.version:
                 continue
             elif isinstance(what, _Kernels):
-                self._kernels_end(what)
+                if kind == _BEGIN:
+                    self._kernels_begin(what)
+                else:
+                    self._kernels_end(what)
             elif kind == _BEGIN:
                 self._begin(what)
             else:
@@ -333,7 +340,8 @@ class _Player:
         """Does a task. Returns False if it waits for an event without time: the line is then woken by that event."""
         operation, issued, number = task
         if type(operation) is Run:
-            return self._kernels_begin(role, line, issued, operation)
+            self._kernels_come(role, line, issued, operation)
+            return False
         if type(operation) is Await:
             key = ("event", operation.event) if operation.communication < 0 else ("end", operation.communication)
             time = role.times.get(key)
@@ -374,45 +382,56 @@ class _Player:
                 role.is_waiting = False
                 self._advance(role)
 
-    def _kernels_begin(self, role: _Role, line: _Line, issued: float, run: Run) -> bool:
-        """Begins kernels. Returns whether their end is known: only on the default stream does it depend on others."""
-        start = max(line.time, issued)
-        if run.stream == DEFAULT_STREAM:
-            role.kernels = kernels = _Kernels(run.seconds, start, role, issued, run, start)
-            kernels.rate = self._rate(role)
-            self._at(kernels.end, _END, kernels)
-            return False
-        line.time = max(start + run.seconds, issued + run.least)
-        launching = line.time - start - run.seconds
-        role.runs.append(RunSpan(run.entries, run.stream, start, line.time, launching))
-        # Gaps between launches come first: a kernel that is not launched yet holds up no other stream.
-        self._at(line.time - run.seconds, _STREAM_BEGIN, role)
-        self._at(line.time, _STREAM_END, role)
-        return True
+    def _kernels_come(self, role: _Role, line: _Line, issued: float, run: Run) -> None:
+        """Brings kernels to the head of their stream. They begin when they are launched."""
+        start = begin = max(line.time, issued)
+        has_products = True
+        if run.stream != DEFAULT_STREAM:
+            # Gaps between launches come first: a kernel that is not launched yet holds up no other stream.
+            begin = max(start, issued + run.least - run.seconds)
+            has_products = any(role.trace.kernel(entry).kind != "other" for entry in run.entries)
+        kernels = _Kernels(run.seconds, begin, role, line, issued, run, start, begin, has_products)
+        # Fast path: a stream that has the device to itself needs no event for the begin.
+        if role.is_shared and begin > self._now:
+            self._at(begin, _BEGIN, kernels)
+        else:
+            self._kernels_begin(kernels)
+
+    def _kernels_begin(self, kernels: _Kernels) -> None:
+        kernels.role.kernels[kernels] = None
+        kernels.rate = self._rate(kernels)
+        self._at(kernels.end, _END, kernels)
+        if len(kernels.role.kernels) > 1:
+            self._set_rates(kernels.role)
 
     def _kernels_end(self, kernels: _Kernels) -> None:
-        role, run = kernels.role, kernels.run
-        line = role.streams[DEFAULT_STREAM]
-        role.kernels = None
+        role, line, run = kernels.role, kernels.line, kernels.run
+        del role.kernels[kernels]
+        self._set_rates(role)
         # Kernels at full speed may still have to wait for their launches.
         line.time = max(self._now, kernels.issued + run.least)
-        role.runs.append(RunSpan(run.entries, run.stream, kernels.start, line.time, line.time - self._now))
+        launching = kernels.begin - kernels.start + line.time - self._now
+        role.runs.append(RunSpan(run.entries, run.stream, kernels.start, line.time, launching))
         assert line.backlog is not None
         line.backlog.popleft()
         self._woken.append((role, line))
 
-    def _rate(self, role: _Role) -> float:
-        """Returns the rate of a role's kernels on the default stream."""
+    def _rate(self, kernels: _Kernels) -> float:
+        """Returns the rate of kernels under way."""
+        role = kernels.role
         # Assumed: kernels of two streams at once take as long as one after the other, since each fills the device.
-        if role.num_beside:
-            return 0.0
-        return math.prod([taken.left for taken in role.taken]) if role.taken else 1.0
+        share = 1.0 / len(role.kernels)
+        # Side streams without products have the copies of FSDP2, which memory limits and not multiprocessors. With
+        # fewer of them, the median error of the published steps on A100 80 GB is 3.9 % in place of 3.8 %.
+        if not role.taken or not kernels.has_products:
+            return share
+        return share * math.prod([taken.left for taken in role.taken])
 
-    def _set_rate(self, role: _Role) -> None:
-        kernels = role.kernels
-        if kernels is not None and (rate := self._rate(role)) != kernels.rate:
-            kernels.change(self._now, rate)
-            self._at(kernels.end, _END, kernels, kernels.version)
+    def _set_rates(self, role: _Role) -> None:
+        for kernels in role.kernels:
+            if (rate := self._rate(kernels)) != kernels.rate:
+                kernels.change(self._now, rate)
+                self._at(kernels.end, _END, kernels, kernels.version)
 
     def _copy_comes(self, copy: _Copying) -> None:
         """Brings a copy to its engine, which does one after another."""
@@ -531,7 +550,7 @@ class _Player:
         self._go_on(self._job.links.end(gathering))
         for taken in gathering.taken:
             del taken.role.taken[taken]
-            self._set_rate(taken.role)
+            self._set_rates(taken.role)
         self._woken.extend(gathering.lines)
 
     def _go_on(self, rates: Iterable[tuple[_Gathering, float]]) -> None:
