@@ -33,7 +33,7 @@ MOST_BACKWARDS = 1_000
 """Backwards that a program with an optimizer may compute without a step of one. Accumulation takes some hundred."""
 _MOST_OF_OTHERS = 20_000
 """The same for a program that has made no optimizer, which may end by itself, and for schedules of pipelines."""
-MOST_ROUNDS = 32
+MOST_ROUNDS = 16
 """Rounds for which an optimizer is waited for. A WGAN has 5 of its critic, and MAML 10, and each round is recorded."""
 _CALLERS = tuple(os.path.join("torch", *parts) for parts in (("autograd", "__init__.py"), ("_tensor.py",)))
 """Files of torch between a backward and the code that calls it."""
