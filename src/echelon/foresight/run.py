@@ -180,10 +180,11 @@ class Foreseen:
         """Assumed values of tensors and approximations, each with its line."""
         found = dict.fromkeys(text for trace in self.traces.values() for text in trace.assumptions)
         is_whole = not all(trace.is_step for trace in self.traces.values())
-        return (*["no optimizer has stepped: the whole program is one step"] * is_whole, *found, *self._of_host())
+        return (*["no optimizer has stepped: the whole program is one step"] * is_whole, *found, *self._of_player())
 
-    def _of_host(self) -> Iterator[str]:
-        """Yields the assumptions about copies between the host and its GPU, and about operators on the host."""
+    def _of_player(self) -> Iterator[str]:
+        """Yields the assumptions of the player, also about copies from and to the host and about its operators."""
+        yield from self.played.assumptions
         device = self.device
         kinds: tuple[type[Copy | HostKernel], ...] = Copy, HostKernel
         copied, computed = (

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from echelon.errors import EchelonError
 from echelon.foresight.play.cluster import Cluster, Placement
 from echelon.foresight.play.device import Curve, value_at
-from echelon.foresight.trace import Communication, Message, Trace
+from echelon.foresight.trace import Communication, Message
 
 _US = 1e-6
 
@@ -125,9 +125,8 @@ def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes
     )
 
 
-def cost_of(cluster: Cluster, trace: Trace, rank: int, entry: Communication) -> Cost:
-    """Returns the time of a recorded rank's communication, from the arrival of its last member."""
-    ranks = trace.groups[entry.group].ranks
+def cost_of(cluster: Cluster, ranks: Sequence[int], rank: int, entry: Communication) -> Cost:
+    """Returns the time of a rank's communication in a group of ranks, from the arrival of its last member."""
     if isinstance(entry, Message):
         src, dst = entry.ends(rank)
         # Lone messages of two ranks have a communicator of their own.

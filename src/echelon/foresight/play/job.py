@@ -11,18 +11,24 @@ from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.collectives import Cost, cost_of
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.links import Links, Shares
+from echelon.foresight.play.placements import Placements
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.play.program import Program, lower
 from echelon.foresight.play.roles import Roles
-from echelon.foresight.trace import Collective, Communication, Trace
+from echelon.foresight.trace import Collective, Communication, Message, Trace
+
+_FEW_RANKS = 8
+"""Most ranks of a group that an assumption names."""
 
 
 class Price(NamedTuple):
-    """Cost of communication on the side of one rank."""
+    """Cost of communication on the side of a role: that of its rank whose group lies worst on the hosts."""
 
     cost: Cost
     shares: Shares
     """Shares that the rank takes of its links."""
+    is_local: bool
+    """Whether all of its ranks are on one host. A receive from any source counts as local."""
 
 
 class Job:
@@ -47,7 +53,9 @@ class Job:
         self.cluster = cluster
         self.matches = Roles(traces, classes)
         self.links: Links[Any] = Links(cluster, classes)
+        self._placements = Placements(cluster, classes)
         self._prices: dict[tuple[object, ...], Price] = {}
+        self._assumptions: dict[str, None] = {}
         slowest = device.slowest(cluster.world_size)
         self.programs: dict[int, Program] = {rank: lower(trace, slowest) for rank, trace in traces.items()}
 
@@ -66,10 +74,35 @@ class Job:
         key = (trace.rank, entry.group, entry.num_bytes, *about)
         known = self._prices.get(key)
         if known is None:
-            cost = cost_of(self.cluster, trace, trace.rank, entry)
-            known = self._prices[key] = Price(cost, tuple(self.links.shares(trace.rank, entry, cost)))
+            shifts = self._placements.shifts(trace, entry)
+            if not shifts.is_complete:
+                self._assume_placement(trace, entry)
+            # All wait for the slowest in the end. Of equal ones the first counts, which is that of the recorded rank.
+            prices = [self._price_at(trace, entry, distance) for distance in shifts.distances]
+            known = self._prices[key] = max(prices, key=lambda price: price.cost.seconds)
         return known
+
+    def _price_at(self, trace: Trace, entry: Communication, distance: int) -> Price:
+        """Returns the price in the group that lies a distance from the recorded one."""
+        ranks, rank = tuple(each + distance for each in trace.groups[entry.group].ranks), trace.rank
+        ends = ranks
+        if isinstance(entry, Message):
+            rank += distance
+            ends = (rank, entry.peer + distance if entry.peer >= 0 else rank)
+            entry = entry._replace(peer=ends[1]) if entry.peer >= 0 else entry
+        cost = cost_of(self.cluster, ranks, rank, entry)
+        is_local = self.cluster.placement(ends).num_hosts == 1
+        return Price(cost, tuple(self.links.shares(rank, entry, cost)), is_local)
+
+    def _assume_placement(self, trace: Trace, entry: Communication) -> None:
+        group = trace.groups[entry.group]
+        known = f"ranks {', '.join(map(str, group.ranks))}" if len(group.ranks) <= _FEW_RANKS else "its own group"
+        name = f" of group {group.name}" if group.name else ""
+        self._assumptions[
+            f"{entry.kind}{name} at {trace.line(entry)}: the groups of all ranks that do the same as rank {trace.rank} "
+            f"lie on the hosts as {known}"
+        ] = None
 
     def played(self, roles: Mapping[int, PlayedRole]) -> Played:
         """Combines the steps of all roles into the step of the job."""
-        return Played(roles, self.classes, self.device, self.cluster)
+        return Played(roles, self.classes, self.device, self.cluster, tuple(self._assumptions))

@@ -296,12 +296,14 @@ class Played:
         classes: The role of every rank.
         device: Device that it was played on.
         cluster: Network that it was played on.
+        assumptions: Approximations of the player.
     """
 
     roles: Mapping[int, PlayedRole]
     classes: Mapping[int, int] | Sequence[int]
     device: Device
     cluster: Cluster
+    assumptions: tuple[str, ...] = ()
 
     @cached_property
     def seconds(self) -> float:

@@ -498,7 +498,7 @@ class _Player:
         role.joined[number, part] = gathering
         gathering.lines.append((role, line))
         gathering.start = max(gathering.start, begin)
-        cost, shares = self._job.price(role.trace, entry)
+        cost, shares, _ = self._job.price(role.trace, entry)
         # Groups of one form may lie on the hosts in different ways, and the slowest member holds up all.
         if gathering.cost is None or gathering.cost.seconds < cost.seconds:
             gathering.cost = cost

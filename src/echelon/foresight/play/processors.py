@@ -22,7 +22,7 @@ from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
 from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run
 from echelon.foresight.play.roles import Channel, Meeting, waiting_text
-from echelon.foresight.trace import Message, Trace
+from echelon.foresight.trace import Trace
 
 _DEFAULT_STREAM = 0
 _EPSILON = 1e-15
@@ -249,12 +249,11 @@ class _Player:
             found = None if encounter is None else self._gathering.get(encounter.key)
             price = self._job.price(role.trace, entry)
             if found is None:
-                ranks = role.trace.groups[entry.group].ranks
-                if isinstance(entry, Message):
-                    # A receive from any source counts as local, since its sender is not known.
-                    ranks = (role.rank, entry.peer if entry.peer >= 0 else role.rank)
-                is_local = self._job.cluster.placement(ranks).num_hosts == 1
-                found = _Communication(set() if encounter is None else set(encounter.members), price.cost, is_local)
+                missing = set() if encounter is None else set(encounter.members)
+                found = _Communication(missing, price.cost, price.is_local)
+            elif price.cost.seconds > found.cost.seconds:
+                # The slowest member holds up all.
+                found.cost, found.is_local = price.cost, price.is_local
             found.members.append((role, posted, part))
             found.shares += price.shares
             if encounter is not None:
