@@ -68,7 +68,7 @@ def recorded(stages: int) -> dict[int, Trace]:
     ]
     warnings.simplefilter("ignore")
     world_size = stages * 2 * TENSOR
-    return record(main, world_size, [2 * TENSOR * stage for stage in range(stages)])
+    return record(main, world_size, [2 * TENSOR * stage for stage in range(stages)], ranks_per_host=8)
 
 
 def roles_of(traces: Mapping[int, Trace], job: Job) -> dict[int, Trace]:

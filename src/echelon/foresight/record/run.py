@@ -125,8 +125,9 @@ def record(
     args: Sequence[object] = (),
     gpu: Gpu | None = Gpu(),  # noqa: B008 # it cannot be changed
     full: bool = False,
+    ranks_per_host: int | None = None,
 ) -> dict[int, Trace]:
-    """Records the second step of a program, on some ranks of a world with one host. Blocks until they have ended.
+    """Records the second step of a program, on some ranks. Blocks until they have ended.
 
     The program runs unchanged, with tensors that have shapes but no values. Nothing is computed.
 
@@ -137,6 +138,7 @@ def record(
         args: arguments of `fn` without the group.
         gpu: facts that the program may ask for. None: its hosts have no GPUs.
         full: whether all microbatches run, even those that repeat an earlier one.
+        ranks_per_host: None: all ranks are on one host, of at most 128, since torch numbers devices with 7 bits.
 
     Returns:
         The trace of each recorded rank.
@@ -147,7 +149,8 @@ def record(
         CollectiveMismatch: recorded ranks disagree on a collective of real values.
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
-    request = Request(fn, rank_call(fn, args), (0,) * world_size, gpu=gpu, full=full)
+    hosts = tuple(rank // (ranks_per_host or world_size) for rank in range(world_size))
+    request = Request(fn, rank_call(fn, args), hosts, gpu=gpu, full=full)
     return record_in_turn(request, lambda traces: [] if traces else ranks).traces
 
 
