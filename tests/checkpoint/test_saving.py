@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import shutil
 import stat
@@ -275,6 +276,28 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(CheckpointError, match="has no checkpoint of step 4: it has none: give a folder in"):
         open_checkpoint(tmp_path, step=4)
     assert open_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_a_store_that_nobody_has_any_more_gives_its_folder_free(tmp_path):
+    """As one of a function that an error has ended: the error and its frames have each other."""
+
+    def fail():
+        saver = Saver(tmp_path)
+        saver.save(1, state_of({}))
+        error = RuntimeError()
+        try:
+            raise error
+        except RuntimeError:
+            return saver.path
+
+    gc.collect()
+    gc.disable()
+    try:
+        fail()
+        Saver(tmp_path).save(2, state_of({}))
+    finally:
+        gc.enable()
+    assert load(tmp_path)[0] == 2
 
 
 def test_two_stores_of_one_folder(tmp_path):

@@ -264,8 +264,8 @@ LONG = """#!{python}
 import os, signal, sys, time
 if sys.argv[-1] == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-open("begun-" + sys.argv[-1], "x").close()
 try:
+    open("begun-" + sys.argv[-1], "x").close()
     time.sleep(300)
 finally:
     os.remove("begun-" + sys.argv[-1])
@@ -275,7 +275,7 @@ finally:
 def test_processes_of_an_ended_sweep_remove_their_files(tmp_path, monkeypatch):
     """They were killed, and their temporary folders stayed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep_module, "_PATIENCE", 1.0)
+    monkeypatch.setattr(sweep_module, "_PATIENCE", 2.0)
     program = tmp_path / "long"
     program.write_text(LONG.format(python=sys.executable))
     program.chmod(0o755)

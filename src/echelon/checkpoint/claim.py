@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 from collections.abc import Sequence
@@ -39,9 +40,15 @@ def claim(fs: FileSystem, folder: str, patience: float = PATIENCE) -> Lock:
     # Children of a rank that was killed may hold its lock until they notice.
     is_free = lock.try_take() or (is_alive(who_holds(lock.path)) is False and wait_until(lock.try_take, patience))
     if not is_free:
-        lock.close()
         whose = who_holds(lock.path)
-        if whose.get("pid") == os.getpid() and is_alive(whose):
+        is_own = whose.get("pid") == os.getpid() and is_alive(whose)
+        if is_own:
+            # An error that ended a function may be in a cycle with its frames, and so keeps a store that nobody has.
+            gc.collect()
+            is_free = lock.try_take()
+    if not is_free:
+        lock.close()
+        if is_own:
             raise CheckpointError(f"another store of this process saves into {folder}: close it, or use that one")
         raise CheckpointError(f"{holder_of(lock.path)} saves into {folder}: stop it, or use another folder")
     try:
