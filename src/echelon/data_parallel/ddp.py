@@ -10,10 +10,11 @@ would take its core. Hooks hold the wrapper weakly: once it is gone, the module 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Never, Self, get_args
+from typing import Any, NamedTuple, Never, get_args
 
 import torch
 
@@ -38,6 +39,18 @@ _MEANT = {
     "clip_grad_norm_": " call torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)",
 }
 """Names that other wrappers give to attributes, with advice."""
+
+
+def _of_module(name: str) -> Any:
+    """Returns a method of `torch.nn.Module` that a wrapper calls on its module."""
+    original = getattr(torch.nn.Module, name)
+
+    @functools.wraps(original)
+    def method(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.module, name)(*args, **kwargs)
+        return self if result is self.module else result
+
+    return method
 
 
 class ModuleProxy(torch.nn.Module):
@@ -120,44 +133,16 @@ class ModuleProxy(torch.nn.Module):
             )
         return self.module.load_state_dict(state_dict, strict)
 
-    # torch's own methods below would keep the value or the hook in the wrapper, where nobody reads it.
-
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Adds a parameter to the module, as the assignment of an attribute does."""
-        self.module.register_parameter(name, param)
-
-    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Adds a buffer to the module."""
-        self.module.register_buffer(name, tensor, persistent)
-
-    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        """Adds a submodule to the module. So does `register_module`, which calls it."""
-        self.module.add_module(name, module)
-
-    def get_buffer(self, target: str) -> torch.Tensor:
-        """Returns one of the module's buffers."""
-        return self.module.get_buffer(target)
-
-    def apply(self, fn: Callable[[torch.nn.Module], object]) -> Self:
-        """Calls a function on each submodule and the module, not on the wrapper: that would be the module again."""
-        self.module.apply(fn)  # type: ignore[arg-type] # torch ignores the function's result
-        return self
-
-    def register_state_dict_pre_hook(self, hook: Any) -> Any:
-        """Registers a hook that the module calls before `state_dict`."""
-        return self.module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
-
-    def register_state_dict_post_hook(self, hook: Any) -> Any:
-        """Registers a hook that the module calls after `state_dict`."""
-        return self.module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
-
-    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
-        """Registers a hook that the module calls before `load_state_dict`."""
-        return self.module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
-
-    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
-        """Registers a hook that the module calls after `load_state_dict`."""
-        return self.module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+    # torch's own methods would keep the value or the hook in the wrapper, where nobody reads it.
+    register_parameter = _of_module("register_parameter")
+    register_buffer = _of_module("register_buffer")
+    add_module = _of_module("add_module")  # `register_module` calls it
+    get_buffer = _of_module("get_buffer")
+    register_state_dict_pre_hook = _of_module("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _of_module("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _of_module("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _of_module("register_load_state_dict_post_hook")
+    apply = _of_module("apply")  # torch's own would call the function on the module twice
 
     def __getattr__(self, name: str) -> Any:
         # Before `module` is set, and for `module` itself, delegation would recurse for ever.
