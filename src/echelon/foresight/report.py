@@ -47,13 +47,13 @@ class Accuracy(NamedTuple):
 
 ACCURACY: Mapping[str, Accuracy] = {
     "h100": Accuracy(37, 0.022, 0.049, "2 rows of MPT 7B on 8 GPUs", 0.578),
-    "h100-500w": Accuracy(3, 0.030, 0.040, "1 row of Llama 3 8B on 8 GPUs", 2.457),
+    "h100-500w": Accuracy(3, 0.030, 0.039, "1 row of Llama 3 8B on 8 GPUs", 2.457),
     "a100": Accuracy(38, 0.038, 0.073, "2 rows of MPT 7B and 1 of Llama 2 13B", 0.838),
     "a100-40g": Accuracy(37, 0.020, 0.115, "2 rows of MPT 7B and 1B on 8 GPUs", 0.408),
 }
 """From benchmarks/foresee: dense models in bfloat16 with FSDP, 8 to 512 GPUs."""
 
-LAYOUTS = Accuracy(24, 0.044, 0.123, "rows with FSDP", 1.42, "of A100 in float16 with tensor parallelism and pipelines")
+LAYOUTS = Accuracy(24, 0.044, 0.124, "rows with FSDP", 1.42, "of A100 in float16 with tensor parallelism and pipelines")
 """From benchmarks/foresee/layouts.md, for steps with more communication or waiting than those with FSDP have."""
 
 _LEAST_OFFLOADED = 0.01
