@@ -157,6 +157,18 @@ def test_targets_of_a_ctc_loss_lie_on_the_gpu_unless_cudnn_takes_them():
             foresee(program, 1, (dtype,), gpu="h100")
 
 
+def test_a_ctc_loss_of_torch_itself_is_one_number_for_each_sample():
+    """As it is without an argument for the reduction."""
+
+    def loss(device):
+        scores = torch.zeros(20, 3, 7, device=device)
+        return torch.ctc_loss(scores, torch.ones(3, 6, dtype=torch.int64, device=device), (20, 20, 20), (2, 5, 3))
+
+    shapes = []
+    foresee(lambda: shapes.append(loss("cuda").shape), 1, gpu="h100")
+    assert shapes == [loss("cpu").shape]
+
+
 def test_unknown_lengths_of_a_ctc_loss_are_equal():
     def program():
         mask = torch.randn(3, 6, device="cuda") > 0
@@ -276,6 +288,23 @@ def test_attention_to_documents_counts_the_keys_that_a_query_sees(documents, opt
     assert forward.flops == 2 * 2 * 4 * 32 * tokens * of_each
     assert backward.flops == forward.flops * 5 // 2
     assert forward.shape == (documents, 4, tokens // documents, tokens // documents, 32)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "seen_keys", "shape"),
+    [(1, 512, 511.5, (2, 4, 1, 512, 32)), (64, 512, 480, (2, 4, 64, 512, 32)), (512, 64, 32, (2, 4, 512, 64, 32))],
+)
+def test_the_last_query_of_a_document_is_at_its_last_key(queries, keys, seen_keys, shape):
+    """As in decoding, and in a prompt that is computed in parts."""
+
+    def program():
+        query, key = (torch.empty(2 * length, 4, 32, device="cuda", dtype=torch.bfloat16) for length in (queries, keys))
+        ends = [torch.tensor([0, each, 2 * each], dtype=torch.int32, device="cuda") for each in (queries, keys)]
+        varlen_attn(query, key, key, *ends, queries, keys, window_size=(-1, 0))
+
+    (kernel,) = (each for each in kernels(foresee(program, 1, gpu="h100")) if "varlen" in each.name)
+    assert kernel.flops == 2 * 2 * 4 * 32 * 2 * queries * seen_keys
+    assert kernel.shape == shape
 
 
 def test_queries_that_share_a_key_are_taken_together():

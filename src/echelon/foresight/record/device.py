@@ -65,7 +65,7 @@ class OnHost(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         read = _ON_HOST.get(getattr(func, "__name__", ""))
-        if read is None or not isinstance(args[0], FakeTensor):
+        if read is None or not args or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         return read(func, args, kwargs or {})
 
@@ -84,7 +84,7 @@ class OnDevice(TorchFunctionMode):
             kwargs = {**kwargs, "device": torch.device(_CUDA, kwargs["device"])}
         elif kwargs.get("device") is None and (default := default_device_of(func)) is not None:
             kwargs = {**kwargs, "device": default}  # torch itself would add it below this mode
-        if (read := _READS.get(name)) is not None and isinstance(args[0], FakeTensor):
+        if (read := _READS.get(name)) is not None and args and isinstance(args[0], FakeTensor):
             return read(func, args, kwargs)
         if (special := _SPECIAL.get(name)) is not None:
             return special(func, args, kwargs)
@@ -331,7 +331,7 @@ def _histogram(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes a CTC loss by its kernel. torch's own function reads lengths, and makes a tensor of them in C++."""
     names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
-    given: dict[str, Any] = {"blank": 0, "reduction": "mean", "zero_infinity": False}
+    given: dict[str, Any] = {"blank": 0, "reduction": 0, "zero_infinity": False}  # torch's own; F.ctc_loss gives all
     given |= {**dict(zip(names, args, strict=False)), **kwargs}
     log_probs, targets, _, lengths, blank, reduction, zero_infinity = (given[each] for each in names)
     if not isinstance(log_probs, FakeTensor) or (recording := recording_here()) is None:

@@ -367,12 +367,15 @@ def _attention_shape(name: str, args: Sequence[Any]) -> Shape:
     first = _first_of(name)
     query, key = args[first], args[first + 1]
     if name in _VARLEN:
-        longest, longest_of_keys = args[_VARLEN[name] : _VARLEN[name] + 2]
-        return max(1, query.shape[0] // max(1, longest)), query.shape[1], longest, longest_of_keys, query.shape[2]
-    batch, heads, queries, width = query.shape
+        tokens, heads, width = query.shape
+        queries, keys = args[_VARLEN[name] : _VARLEN[name] + 2]
+        batch = max(1, tokens // max(1, queries))
+    else:
+        batch, heads, queries, width = query.shape
+        keys = key.shape[2]
     if queries == 1:  # flash attention takes the queries that share a key together
         heads, queries = key.shape[1], max(1, heads // max(1, key.shape[1]))
-    return batch, heads, queries, key.shape[2], width
+    return batch, heads, queries, keys, width
 
 
 def _attention_flops(name: str, causal: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -398,13 +401,15 @@ def _varlen_flops(name: str, window: int, args: Sequence[Any], kwargs: Mapping[s
     first = _first_of(name)
     query, value = args[first], args[first + 2]
     tokens, heads, width = query.shape
-    keys, *others = args[_VARLEN[name] + 1 :]
+    queries, keys, *others = args[_VARLEN[name] :]
     is_causal = others[0] if others else kwargs.get("is_causal", False)
     left, right = kwargs.get("window_size", args[window] if len(args) > window else None) or (-1, -1)
     right = 0 if is_causal else right
-    # Keys before a query, and after it, of the sequence's and the window's, on average.
-    before = keys / 2 if left < 0 else min(keys / 2, left)
-    after = keys / 2 if right < 0 else min(keys / 2, right)
+    # Keys after a query, and before it, on average: the last query is at the last key. A window may have fewer.
+    after = min(queries, keys) / 2
+    before = keys - after
+    before = before if left < 0 else min(before, left)
+    after = after if right < 0 else min(after, right)
     return _with_backward(int(2 * tokens * heads * (before + after) * (width + value.shape[2])), first)
 
 
