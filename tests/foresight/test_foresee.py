@@ -172,10 +172,25 @@ def counted_by_rank():
     return torch.device(dist.get_rank())
 
 
+def test_hosts_of_other_sizes_have_as_many_gpus_as_ranks():
+    """All had as many as the first one, so that the last rank of a larger host had no GPU."""
+
+    def program():
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl")
+        dist.all_reduce(torch.ones(8, device="cuda"))
+        found.append((torch.cuda.device_count(), torch.accelerator.device_count(), local + 1))
+
+    found = []
+    echelon.foresee(program, 5, hosts=[2, 3])
+    assert found == [(2, 2, 1), (2, 2, 2), (3, 3, 1), (3, 3, 2), (3, 3, 3)]
+
+
 @pytest.mark.parametrize("choose", [named_by_rank, set_by_rank, moved_by_rank, counted_by_rank])
 def test_a_gpu_that_a_host_has_not_is_refused(choose):
     assert not assumed(4, ("nccl", choose))
-    with pytest.raises(RuntimeError, match=r"cuda:2 is no GPU: each host has 2 GPUs, from cuda:0 on; .*LOCAL_RANK"):
+    with pytest.raises(RuntimeError, match=r"cuda:2 is no GPU: its host has 2 GPUs, from cuda:0 on; .*LOCAL_RANK"):
         echelon.foresee(adds, 4, ("nccl", choose), hosts=2)
 
 

@@ -51,7 +51,7 @@ def check_gpu(index: int | None) -> None:
         return
     if not 0 <= index < recording.log.num_gpus:
         raise RuntimeError(
-            f"cuda:{index} is no GPU: each host has {counted(recording.log.num_gpus, 'GPU')}, from cuda:0 on; a rank's "
+            f"cuda:{index} is no GPU: its host has {counted(recording.log.num_gpus, 'GPU')}, from cuda:0 on; a rank's "
             "own is cuda:LOCAL_RANK"
         )
     recording.log.name_gpu(index)

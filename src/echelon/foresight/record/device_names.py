@@ -53,7 +53,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
     """Inside, names of CUDA work in threads of recorded ranks, and functions of torch take fake tensors.
 
     Args:
-        num_devices: number of GPUs of a host.
+        num_devices: number of GPUs of the largest host.
         gpu: facts of each. None: hosts have no GPUs, and names of CUDA are as they are.
     """
     with ExitStack() as stack:

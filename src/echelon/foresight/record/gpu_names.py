@@ -31,7 +31,7 @@ def gpu_names(num_devices: int, gpu: Gpu) -> list[tuple[Any, dict[str, Any]]]:
     """Returns modules and classes, each with the values of its names where hosts have GPUs.
 
     Args:
-        num_devices: number of GPUs of a host.
+        num_devices: number of GPUs of the largest host.
         gpu: facts of each.
     """
     memory = _memory_names(gpu)
@@ -49,7 +49,7 @@ def gpu_names(num_devices: int, gpu: Gpu) -> list[tuple[Any, dict[str, Any]]]:
         (torch.cuda.nccl, {"version": _returning((2, 27, 5))}),
         (torch.version, {"cuda": "12.8"}),
         (torch.backends.cudnn, {"is_available": _returning(True)}),
-        (torch.accelerator, {**memory, **_accelerator_names(num_devices, gpu)}),
+        (torch.accelerator, {**memory, **_accelerator_names(gpu)}),
         (torch, {"Stream": streams.Stream, "Event": streams.Event, "Generator": _Generator}),
         (torch.Tensor, {"record_stream": _nothing}),
         (dist, {"is_nccl_available": _returning(True)}),
@@ -192,7 +192,7 @@ def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
         "is_initialized": _returning(True),
         "init": _nothing,
         "_lazy_init": _nothing,
-        "device_count": _returning(num_devices),
+        "device_count": _device_count,
         "default_generators": tuple(torch.Generator() for _ in range(num_devices)),
         "current_device": _current_device,
         "set_device": set_device,
@@ -211,10 +211,10 @@ def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _accelerator_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
+def _accelerator_names(gpu: Gpu) -> dict[str, Any]:
     return {
         "is_available": _returning(True),
-        "device_count": _returning(num_devices),
+        "device_count": _device_count,
         "current_accelerator": _returning(torch.device("cuda")),
         "current_device_index": _current_device,
         "current_device_idx": _current_device,
@@ -226,6 +226,11 @@ def _accelerator_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
         "set_stream": streams.set_stream,
         "synchronize": streams.synchronize,
     }
+
+
+def _device_count() -> int:
+    recording = recording_here()
+    return 0 if recording is None else recording.log.num_gpus
 
 
 def _current_device() -> int:

@@ -13,6 +13,7 @@ import gc
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -190,7 +191,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
                 without_locks(),
                 run.torch.installed(),
                 run.calls.replaced(),
-                device_names(request.hosts.count(0), request.gpu),
+                device_names(max(Counter(request.hosts).values()), request.gpu),
                 steps_noted(),
                 no_writes(run.saved, allow_files=request.allow_writes),
                 not_compiled(),
@@ -365,7 +366,7 @@ class _Run:
         """Returns a new recording of a rank."""
         request = self._request
         clock = time.thread_time if request.timing is None else request.timing.clock
-        num_gpus = 0 if request.gpu is None else request.hosts.count(0)
+        num_gpus = 0 if request.gpu is None else request.hosts.count(request.hosts[rank])
         log = Log(Calls(request.answers, clock, request.keeps_calls), num_gpus)
         memory, routing = Memory(log), Routing(log.assume)
         repeats = None
