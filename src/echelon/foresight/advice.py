@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from echelon.foresight.play.allocator import Memory
-from echelon.foresight.trace import UNKNOWN_STORAGE, Allocate, Kernel, Trace
+from echelon.foresight.trace import GIB, UNKNOWN_STORAGE, Allocate, Kernel, Trace
 
-_GIB = 1 << 30
 _WORTH = 0.1
 """Least share of the peak that a change has to concern. Less hardly helps."""
 _MOSTLY = 0.5
@@ -98,4 +97,4 @@ def _is_outside(storage: Allocate) -> bool:
 
 
 def _of(part: int, whole: int) -> str:
-    return f"{part / _GIB:.1f} of {whole / _GIB:.1f} GiB"
+    return f"{part / GIB:.1f} of {whole / GIB:.1f} GiB"

@@ -31,7 +31,7 @@ from echelon.foresight.record.calls import Answers, OtherCalls
 from echelon.foresight.record.processes import has_device_threads
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.record.steps import Timing
-from echelon.foresight.trace import Kernel, Trace
+from echelon.foresight.trace import GIB, Kernel, Trace
 from echelon.simulation.process.random_state import cores_here
 
 _TIMING = Timing(steps=4, seconds=1.5)
@@ -80,7 +80,7 @@ def _obstacle(request: Request, traces: Sequence[Trace]) -> str:
         return "its compiled kernels are approximated"
     needed, free = sum(memory_of(trace).live_peak for trace in traces), _free_memory()
     if needed > _MEMORY_SHARE * free:
-        return f"tensors of all ranks of a host take {needed / 2**30:.2g} GiB, and {free / 2**30:.2g} GiB are free"
+        return f"tensors of all ranks of a host take {needed / GIB:.2g} GiB, and {free / GIB:.2g} GiB are free"
     return ""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from echelon.errors import LaunchError
 from echelon.foresight.play.allocator import Memory, memory_of
 from echelon.foresight.play.played import Played, PlayedRole
-from echelon.foresight.trace import Allocate, Collective, Free, MemoryKind, Message
+from echelon.foresight.trace import DEFAULT_STREAM, GIB, Allocate, Collective, Free, MemoryKind, Message
 from echelon.timeline.palette import COLORS, THEMES, Tone
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ TONES: Mapping[MemoryKind, Tone] = {
 }
 """Colours of kinds: those of the work that produces them, where there is such work."""
 
-_GIB = 1 << 30
-_CONTEXT = _GIB // 2
+_CONTEXT = GIB // 2
 """Bytes of CUDA's context and libraries.
 
 An error of PyTorch on an A100 with 80 GB leaves 0.51 GiB for them: Lightning-AI/litgpt, tutorials/oom.md.
@@ -218,7 +217,7 @@ def highest(curve: Curve, limit: int) -> float:
 
 def limit_text(curve: Curve, limit: int) -> str:
     """Returns the name of the limit in a legend."""
-    return f"limit, {limit / _GIB:.1f} GiB{' (above)' if limit > highest(curve, limit) else ''}"
+    return f"limit, {limit / GIB:.1f} GiB{' (above)' if limit > highest(curve, limit) else ''}"
 
 
 class _Moment(NamedTuple):
@@ -254,7 +253,7 @@ def _curve(role: PlayedRole, memory: Memory, points: int) -> Curve:
 def _moments(role: PlayedRole, memory: Memory) -> list[_Moment]:
     """Returns the memory after each allocation and each free."""
     trace = role.program.trace
-    ends = {kernel.entry: kernel.end for kernel in role.kernel_times() if kernel.stream == 0}
+    ends = {kernel.entry: kernel.end for kernel in role.kernel_times() if kernel.stream == DEFAULT_STREAM}
     sizes: dict[MemoryKind, int] = dict.fromkeys(KINDS, 0)
     alive: dict[int, Allocate] = {}
     for state in trace.live:
@@ -298,7 +297,7 @@ def _figure_of(curve: Curve, memory: Memory, limit: int, title: str) -> Figure:
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
     axes = figure.add_subplot()
     times = [1e3 * time for time in curve.seconds]
-    stack = [[size / _GIB for size in sizes] for sizes in curve.kinds.values()]
+    stack = [[size / GIB for size in sizes] for sizes in curve.kinds.values()]
     axes.stackplot(
         times,
         stack,
@@ -307,14 +306,14 @@ def _figure_of(curve: Curve, memory: Memory, limit: int, title: str) -> Figure:
         linewidth=0,
         step="post",
     )
-    reserved = [size / _GIB for size in curve.reserved]
+    reserved = [size / GIB for size in curve.reserved]
     axes.plot(
         times, reserved, color=_INK, linewidth=1.0, linestyle=(0, (1, 1.5)), drawstyle="steps-post", label="reserved"
     )
-    axes.axhline(limit / _GIB, color=_LIMIT, linewidth=1.2, label=limit_text(curve, limit))
+    axes.axhline(limit / GIB, color=_LIMIT, linewidth=1.2, label=limit_text(curve, limit))
     _mark_peak(axes, times, stack, memory)
     axes.set_xlim(0, times[-1] or 1)
-    axes.set_ylim(0, highest(curve, limit) / _GIB)
+    axes.set_ylim(0, highest(curve, limit) / GIB)
     axes.set_xlabel("ms", fontsize=9, color=_INK)
     axes.set_ylabel("GiB", fontsize=9, color=_INK)
     axes.set_title(title, loc="left", fontsize=10, color=_INK)
@@ -345,7 +344,7 @@ def _mark_peak(axes: Axes, times: list[float], stack: list[list[float]], memory:
     is_late = times[peak] > 0.6 * times[-1]
     axes.plot(times[peak], totals[peak], marker="o", markersize=3.5, color=_INK)
     axes.annotate(
-        f"{memory.live_peak / _GIB:.2f} GiB",
+        f"{memory.live_peak / GIB:.2f} GiB",
         (times[peak], totals[peak]),
         xytext=(-5 if is_late else 5, 5),
         textcoords="offset points",

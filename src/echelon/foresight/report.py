@@ -14,10 +14,9 @@ from rich.text import Text
 
 from echelon.foresight.memory import MemoryCurves
 from echelon.foresight.play.played import Played, PlayedRole
-from echelon.foresight.trace import CONVOLUTIONS, Kernel
+from echelon.foresight.trace import CONVOLUTIONS, GIB, Kernel
 from echelon.wording import counted
 
-_GIB = 1 << 30
 _MIB = 1 << 20
 _WIDTH = 80
 """Columns of the report."""
@@ -149,9 +148,9 @@ class Report:
             "tokens_per_second": self.tokens / played.seconds if self.tokens and played.seconds else None,
             "mfu": played.mfu,
             "bubble": played.bubble if played.bubbles else None,
-            "kernel_seconds": dict(self._slowest.kernel_seconds),
-            "other_kernel_seconds": dict(self._slowest.other_seconds),
-            "shares": self._slowest.shares._asdict(),
+            "kernel_seconds": dict(self.played.slowest.kernel_seconds),
+            "other_kernel_seconds": dict(self.played.slowest.other_seconds),
+            "shares": self.played.slowest.shares._asdict(),
             "exposed": [
                 {
                     "group": name.group,
@@ -181,10 +180,6 @@ class Report:
             "not_modelled": not_modelled(self.played),
             "accuracy": None if accuracy is None else accuracy._asdict() | {"unlike": unlike(played, accuracy)},
         }
-
-    @property
-    def _slowest(self) -> PlayedRole:
-        return max(self.played.roles.values(), key=lambda role: role.seconds)
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [self._head(), self.figures_table()]
@@ -232,7 +227,7 @@ class Report:
         # Without messages of a pipeline nothing is a bubble.
         if played.bubbles:
             table.add_row("bubble", f"{played.bubble:.1%}")
-        shares = self._slowest.shares
+        shares = self.played.slowest.shares
         table.add_row("kernels", ", ".join(f"{kind} {share:.0%}" for kind, share in shares.kernels.items()))
         if others := self._longest_others():
             table.add_row("other, by operator", others)
@@ -249,7 +244,7 @@ class Report:
 
     def _longest_others(self) -> str:
         """Returns the longest operators of kind "other" with their shares of the step. Empty if all are short."""
-        whole, others = self._slowest.seconds or 1.0, self._slowest.other_seconds
+        whole, others = self.played.slowest.seconds or 1.0, self.played.slowest.other_seconds
         longest = {name: seconds / whole for name, seconds in islice(others.items(), _MOST_OPERATORS)}
         shown = [f"{_short(name, 48)} {share:.0%}" for name, share in longest.items() if share >= _LEAST_OPERATOR]
         return ", ".join([*shown, *["..."] * (0 < len(shown) < len(others))])
@@ -274,7 +269,7 @@ class Report:
         """Returns the memory of the fullest role at its peak."""
         rank = self.fullest
         memory, limit = self.memory[rank], self.played.device.memory_bytes
-        unit, name = (_GIB, "GiB") if memory.reserved_peak >= _GIB / 10 else (_MIB, "MiB")
+        unit, name = (GIB, "GiB") if memory.reserved_peak >= GIB / 10 else (_MIB, "MiB")
         table = _table(f"memory of rank {rank} at its peak", name)
         for kind, size in memory.kinds_at_peak.items():
             table.add_row(kind, f"{size / unit:.2f}")
@@ -284,7 +279,7 @@ class Report:
         if not memory.fits:
             table.add_row("needed, at least", f"{memory.needed_peak / unit:.2f}")
         verdict = self.verdict if self.fits else self.verdict.upper()
-        table.add_row(f"{verdict} into", f"{limit / unit:.2f}" if unit == _GIB else size_text(limit))
+        table.add_row(f"{verdict} into", f"{limit / unit:.2f}" if unit == GIB else size_text(limit))
         if memory.host_peak >= unit / 10:
             table.add_row("tensors on the CPU, of all ranks of a host", f"{max(self.memory.of_hosts) / unit:.2f}")
         if memory.retries:
@@ -354,7 +349,7 @@ def _most_waiting(played: Played) -> str:
 
     Empty if none does.
     """
-    shares = max(played.roles.values(), key=lambda role: role.seconds).shares
+    shares = played.slowest.shares
     if max(shares.exposed + shares.waiting, played.bubble) <= _MOST_EXPOSED:
         return ""
     if shares.exposed > _MOST_EXPOSED:
@@ -436,7 +431,7 @@ def seconds_text(seconds: float) -> str:
 
 def size_text(num_bytes: float) -> str:
     """Returns a size with its unit, such as "8.5 GiB" or "2.0 MiB"."""
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / _MIB:.1f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / _MIB:.1f} MiB"
 
 
 def _table(*titles: str) -> Table:

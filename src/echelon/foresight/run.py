@@ -26,7 +26,7 @@ from echelon.foresight.record.gpu_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report
 from echelon.foresight.roles import Roles
-from echelon.foresight.trace import Copy, HostKernel, Trace, alike_layers
+from echelon.foresight.trace import GIB, Copy, HostKernel, Trace, alike_layers
 from echelon.foresight.what_if import what_ifs
 from echelon.launch.call import OF_OTHER_LAUNCHERS, rank_call
 from echelon.launch.output import Console
@@ -46,7 +46,6 @@ _PRODUCTS = {
     "h200": "NVIDIA H200",
 }
 """Names of GPUs as `torch.cuda.get_device_name` gives them, by which scripts find the peak for their MFU."""
-_GIB = 1 << 30
 _MOST_AT_ONCE = 8
 """Most ranks that are timed at once with real tensors, as ranks of one host share its processors and its memory."""
 _LISTED = 8
@@ -350,10 +349,10 @@ class Foreseen:
         others = sum(not each.fits for each in self.memory.values()) - 1
         too = f" ({others} other role{'s do' if others > 1 else ' does'} not fit either)" if others else ""
         head = (
-            f"rank {rank} needs at least {memory.needed_peak / _GIB:.1f} GiB, {with_article(self.device.name)} has "
-            f"{self.device.memory_bytes / _GIB:.1f}{too}. {self.advice}. The largest tensors then:"
+            f"rank {rank} needs at least {memory.needed_peak / GIB:.1f} GiB, {with_article(self.device.name)} has "
+            f"{self.device.memory_bytes / GIB:.1f}{too}. {self.advice}. The largest tensors then:"
         )
-        return "\n".join((head, *(f"  {size / _GIB:.2f} GiB {where}" for where, size in worth)))
+        return "\n".join((head, *(f"  {size / GIB:.2f} GiB {where}" for where, size in worth)))
 
     def __str__(self) -> str:
         return str(self.report())

@@ -14,6 +14,10 @@ Phase: TypeAlias = Literal["forward", "backward", "recompute", "optimizer", "oth
 
 MemoryKind: TypeAlias = Literal["parameters", "gradients", "optimizer", "activations", "communication", "other"]
 
+GIB = 1 << 30
+"""Bytes of a GiB."""
+DEFAULT_STREAM = 0
+"""Number of the stream on which a program computes unless it makes others."""
 TF32 = "tf32"
 """Dtype of a kernel that computes float32 by TensorFloat-32, which torch allows by `set_float32_matmul_precision`."""
 COMPLEX_PRODUCTS = 4
@@ -30,7 +34,7 @@ class Kernel(NamedTuple):
     """A kernel, or a group of `launches` kernels, that computes on one stream."""
 
     stream: int
-    """Number of the stream. 0 is the default stream."""
+    """Number of the stream, see `DEFAULT_STREAM`."""
     name: str
     """Name of the operator without namespace and overload, such as "mm"."""
     kind: Kind

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from echelon.foresight.play.fusion import fuse
-from echelon.foresight.play.played import Played, PlayedRole
+from echelon.foresight.play.played import Played
 from echelon.foresight.play.player import play
 from echelon.foresight.report import seconds_text
 from echelon.foresight.trace import CHANNELS_LAST, CONVOLUTIONS, TF32, Entry, Kernel, Trace
@@ -57,10 +57,6 @@ def what_ifs(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     return found
 
 
-def _slowest(played: Played) -> PlayedRole:
-    return max(played.roles.values(), key=lambda role: role.seconds)
-
-
 def _with_tf32(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     """Returns the forecast with products of float32 by TF32. Empty if they are short, or the GPU has none."""
     device = played.device
@@ -69,7 +65,7 @@ def _with_tf32(played: Played, traces: Mapping[int, Trace]) -> list[str]:
         # Convolutions have a setting of their own, which allows TF32 unless the program forbids it.
         return kernel.kind == "matmul" and kernel.dtype == "float32" and kernel.name not in CONVOLUTIONS
 
-    kernels = [each for each in _slowest(played).program.trace.entries if type(each) is Kernel]
+    kernels = [each for each in played.slowest.program.trace.entries if type(each) is Kernel]
     seconds = sum(device.seconds(each) for each in kernels if uses_float32(each))
     if TF32 not in device.peak or seconds < _LEAST_KERNELS * played.seconds:
         return []
@@ -85,7 +81,7 @@ def _with_channels_last(played: Played, traces: Mapping[int, Trace]) -> list[str
 
 def _compiled(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     """Returns the forecast with compiled modules. Empty if some are compiled, or few kernels could be joined."""
-    slowest = _slowest(played)
+    slowest = played.slowest
     kernels = [each for each in slowest.program.trace.entries if type(each) is Kernel]
     # A program that compiles a part of its model knows why it leaves out the rest.
     if any(each.is_compiled for each in kernels) or slowest.shares.kernels.get("other", 0.0) < _LEAST_KERNELS:
@@ -122,7 +118,7 @@ def _changed(
 
 def _with_ideal_kernels(played: Played, traces: Mapping[int, Trace]) -> list[str]:
     """Returns the forecast with the longest kind of kernels at its limit. Empty if another part is longer."""
-    shares = _slowest(played).shares
+    shares = played.slowest.shares
     kind = max(shares.kernels, key=shares.kernels.__getitem__)
     others = shares.contention, shares.exposed, shares.waiting, shares.idle, shares.copies, shares.host
     # Measured times hold launches as well, which have no peak.

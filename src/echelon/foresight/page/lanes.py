@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from echelon.foresight.play.played import CommunicationSpan, PlayedRole, group_text
 from echelon.foresight.report import seconds_text
-from echelon.foresight.trace import Communication, Copy, Kernel, Trace
+from echelon.foresight.trace import DEFAULT_STREAM, Communication, Copy, Kernel, Trace
 from echelon.timeline.palette import tone_of
 from echelon.timeline.widget.data import Lane as Row
 from echelon.timeline.widget.data import Part, Piece, Words
@@ -98,10 +98,10 @@ def lanes_of(role: PlayedRole, most: int, most_parts: int) -> list[Lane]:
         most_parts: most parts of a lane.
     """
     rows = [
-        ("compute" if stream == 0 else f"stream {stream}", blocks)
+        ("compute" if stream == DEFAULT_STREAM else f"stream {stream}", blocks)
         for stream, blocks in sorted(_kernels(role).items())
         # The default stream has a lane even if it computes nothing.
-        if stream == 0 or sum(block.width for block in blocks) > _SEEN * role.seconds
+        if stream == DEFAULT_STREAM or sum(block.width for block in blocks) > _SEEN * role.seconds
     ]
     rows += _copies(role).items()
     rows += _communication(role).items()

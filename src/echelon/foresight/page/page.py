@@ -16,6 +16,7 @@ from echelon.foresight.memory import NAMES, TONES, Curve, highest, limit_text
 from echelon.foresight.page.lanes import lanes_of
 from echelon.foresight.play.played import Played
 from echelon.foresight.report import Report, accuracy_of, accuracy_text, not_modelled, seconds_text, size_text
+from echelon.foresight.trace import GIB
 from echelon.timeline.palette import COLORS
 from echelon.timeline.widget.data import Data, Panel
 from echelon.timeline.widget.markup import script, style, widget
@@ -25,7 +26,6 @@ from echelon.wording import counted
 if TYPE_CHECKING:
     from echelon.foresight.run import Foreseen
 
-_GIB = 1 << 30
 _BLOCKS, _PARTS = 24_000, 2_500
 """Most blocks of all lanes, and most parts with a text, so that the file stays below 1 MB."""
 _ROLES = 16
@@ -182,8 +182,8 @@ def _round(most: float, count: int) -> list[float]:
 
 def _levels(top: float) -> str:
     return "".join(
-        f'<span style="top:{100 * (1 - level * _GIB / top):.2f}%">{level:g}{" GiB" if not level else ""}</span>'
-        for level in _round(top / _GIB, 5)
+        f'<span style="top:{100 * (1 - level * GIB / top):.2f}%">{level:g}{" GiB" if not level else ""}</span>'
+        for level in _round(top / GIB, 5)
     )
 
 
@@ -233,7 +233,7 @@ def _swatch(name: str, text: str) -> str:
 
 
 def _largest(seen: Foreseen) -> str:
-    rows = [(where, f"{size / _GIB:.3f}") for where, size in seen.largest_at_peak(seen.memory.fullest)[:_TENSORS]]
+    rows = [(where, f"{size / GIB:.3f}") for where, size in seen.largest_at_peak(seen.memory.fullest)[:_TENSORS]]
     return _table(("kind, line and module", "GiB"), rows)
 
 

@@ -8,9 +8,7 @@ from types import MappingProxyType
 
 from echelon.errors import LaunchError
 from echelon.foresight.play.device import Device
-from echelon.foresight.trace import TF32
-
-_GIB = 1 << 30
+from echelon.foresight.trace import GIB, TF32
 
 _A100_PEAK = MappingProxyType(
     {
@@ -47,7 +45,7 @@ apart on average, which is 5.4 standard deviations.
 _A100 = Device(
     name="a100",
     peak=_A100_PEAK,
-    memory_bytes=int(79.15 * _GIB),  # total capacity in PyTorch's errors. CUDA's context and NCCL take some of it
+    memory_bytes=int(79.15 * GIB),  # total capacity in PyTorch's errors. CUDA's context and NCCL take some of it
     memory_bandwidth=2.039e12,  # data sheet
     num_sms=108,  # data sheet
     per_host=8,
@@ -65,7 +63,7 @@ _A100 = Device(
 _H100 = Device(
     name="h100",
     peak=_H100_PEAK,
-    memory_bytes=int(79.10 * _GIB),
+    memory_bytes=int(79.10 * GIB),
     memory_bandwidth=3.35e12,  # data sheet
     num_sms=132,  # data sheet
     per_host=8,
@@ -89,7 +87,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             replace(
                 _A100,
                 name="a100-40g",
-                memory_bytes=int(39.39 * _GIB),
+                memory_bytes=int(39.39 * GIB),
                 memory_bandwidth=1.555e12,  # data sheet
                 matmul_share=0.726,  # fitted
             ),
@@ -97,7 +95,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             replace(
                 _H100,
                 name="h100-500w",
-                memory_bytes=int(95.0 * _GIB),
+                memory_bytes=int(95.0 * GIB),
                 # as its owner gives it: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
                 memory_bandwidth=2.4e12,
                 matmul_share=0.544,  # fitted
@@ -105,13 +103,13 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             replace(
                 _H100,
                 name="h200",
-                memory_bytes=int(139.8 * _GIB),
+                memory_bytes=int(139.8 * GIB),
                 memory_bandwidth=4.8e12,  # data sheet
             ),
             Device(
                 name="cpu",
                 peak=MappingProxyType({"float32": 60e9, "bfloat16": 60e9, "float16": 30e9, "float64": 30e9}),
-                memory_bytes=8 * _GIB,
+                memory_bytes=8 * GIB,
                 memory_bandwidth=10e9,
                 num_sms=1,
                 per_host=64,

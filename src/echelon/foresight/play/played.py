@@ -308,7 +308,12 @@ class Played:
     @cached_property
     def seconds(self) -> float:
         """Time of the step: until the last rank has ended."""
-        return max(role.seconds for role in self.roles.values())
+        return self.slowest.seconds
+
+    @cached_property
+    def slowest(self) -> PlayedRole:
+        """The role that ends last. The first one if several do."""
+        return max(self.roles.values(), key=lambda role: role.seconds)
 
     @property
     def world_size(self) -> int:

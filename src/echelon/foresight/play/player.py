@@ -37,9 +37,7 @@ from echelon.foresight.play.played import CommunicationSpan, CopySpan, Played, P
 from echelon.foresight.play.processors import play_on_processors
 from echelon.foresight.play.program import Await, HostAwait, HostRun, Mark, Post, Program, Run, Transfer
 from echelon.foresight.play.roles import Channel, Meeting, waiting_text
-from echelon.foresight.trace import Message, Trace
-
-DEFAULT_STREAM = 0
+from echelon.foresight.trace import DEFAULT_STREAM, Message, Trace
 
 
 def play(

@@ -22,9 +22,8 @@ from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
 from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run
 from echelon.foresight.play.roles import Channel, Meeting, waiting_text
-from echelon.foresight.trace import Trace
+from echelon.foresight.trace import DEFAULT_STREAM, Trace
 
-_DEFAULT_STREAM = 0
 _EPSILON = 1e-15
 """Seconds of remaining work below which work counts as done, because of rounding."""
 
@@ -220,16 +219,16 @@ class _Player:
                 known = role.events.get(operation.event, ())
                 self._wait(role, operation.stream, known if operation.communication < 0 else (operation.communication,))
             elif isinstance(operation, HostAwait) and operation.event >= 0:
-                self._wait(role, _DEFAULT_STREAM, role.events.get(operation.event, ()))
+                self._wait(role, DEFAULT_STREAM, role.events.get(operation.event, ()))
             else:
                 # Kernels have ended when the host is here, so streams can only wait for communication.
                 under_way = [posted.post.entries for queue in role.queues.values() for posted in queue]
-                self._wait(role, _DEFAULT_STREAM, chain.from_iterable(under_way))
+                self._wait(role, DEFAULT_STREAM, chain.from_iterable(under_way))
 
     def _wait(self, role: _Role, stream: int, entries: Iterable[int]) -> None:
         """Lets a stream wait for communication. The default stream is the host itself."""
         left = frozenset(entry for entry in entries if entry not in role.ended)
-        if stream == _DEFAULT_STREAM:
+        if stream == DEFAULT_STREAM:
             role.awaits, role.waits_since = set(left), self._time
         else:
             role.held[stream] = role.held.get(stream, frozenset()) | left

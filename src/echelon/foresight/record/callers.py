@@ -21,8 +21,10 @@ _CALLS = os.path.join("torch", "distributed", "distributed_c10d.py")
 """File of torch with the functions that a program calls."""
 BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
 """Files of torch between an operation and its caller."""
-_ENGINE = os.path.join("torch", "autograd", "graph.py")
+ENGINE = os.path.join("torch", "autograd", "graph.py")
 """File of torch that calls a backward."""
+REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
+"""File of DDP."""
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 """File of torch that repeats a forward in a backward."""
 LOADING = os.path.join(os.sep, "torch", "utils", "data", "")
@@ -51,7 +53,7 @@ def calling_file(between: tuple[str, ...] = BETWEEN) -> str:
 def is_checkpointed() -> bool:
     """Whether torch.utils.checkpoint repeats a forward here, in the innermost backward."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (path := frame.f_code.co_filename).endswith(_ENGINE):
+    while frame is not None and not (path := frame.f_code.co_filename).endswith(ENGINE):
         if path.endswith(_CHECKPOINT):
             return True
         frame = frame.f_back

@@ -111,5 +111,11 @@ def _flops_of_product(x: Tensor, weight: Tensor, out: Tensor, is_transposed: boo
 
 
 def _has_channels_last(images: Tensor) -> bool:
+    """Whether a tensor is in the layout of images with channels last."""
     layout = _LAYOUTS.get(images.ndim)
     return layout is not None and images.is_contiguous(memory_format=layout)
+
+
+def is_channels_last(images: Tensor) -> bool:
+    """Whether a tensor has channels last alone. With a single channel, it has channels first as well."""
+    return not images.is_contiguous() and _has_channels_last(images)

@@ -13,7 +13,6 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from echelon._torch_private.tensors import FakeTensor, local_part, without_functions
@@ -56,12 +55,12 @@ class Copies:
 
     def to_gpu(self, tensor: Tensor, non_blocking: bool) -> Tensor:
         """Returns a copy on the GPU of a tensor on the host."""
-        is_pinned = self._number(tensor) in self._memory.pinned
+        is_pinned = self._memory.number_inside(tensor) in self._memory.pinned
         return self._moved(tensor, Move(None, True, is_pinned, not (non_blocking and is_pinned)))
 
     def to_host(self, tensor: Tensor, non_blocking: bool) -> Tensor:
         """Returns a copy on the host of a tensor on the GPU. A tensor on the host is returned as it is."""
-        number = self._number(tensor)
+        number = self._memory.number_inside(tensor)
         if number is None or number in self._memory.on_host:
             self._memory.fix(number)
             return tensor
@@ -96,7 +95,7 @@ class Copies:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor is in pinned memory."""
-        return self._number(tensor) in self._memory.pinned
+        return self._memory.number_inside(tensor) in self._memory.pinned
 
     def _moved(self, tensor: Tensor, move: Move) -> Tensor:
         with self._moving(move):
@@ -108,7 +107,7 @@ class Copies:
 
     def _returned(self, to_host: bool, gradient: Tensor) -> Tensor:
         """Returns a gradient on the host, or on the GPU."""
-        if (self._number(gradient) in self._memory.on_host) == to_host:
+        if (self._memory.number_inside(gradient) in self._memory.on_host) == to_host:
             return gradient
         return self.to_host(gradient, False) if to_host else self.to_gpu(gradient, False)
 
@@ -175,15 +174,6 @@ class Copies:
             return
         phase, place, module = self._log.where(inputs)
         self._log.entries.append(HostKernel(name, num_bytes, launches, phase, place, module))
-
-    def _number(self, tensor: object) -> int | None:
-        """Returns the number of a storage, that of the rank's part for a DTensor. None if it does not count yet."""
-        if not isinstance(tensor, Tensor):
-            return None
-        with without_functions():
-            local = local_part(tensor)
-            is_known = isinstance(local, FakeTensor) and local.layout is torch.strided  # others have no storage
-            return self._memory.known(local) if is_known else None
 
 
 def _is_loading() -> bool:

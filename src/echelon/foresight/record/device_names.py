@@ -35,7 +35,6 @@ from echelon._torch_private.tensors import (
     storage_address,
     tree_leaves,
     tree_map,
-    without_functions,
 )
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.autocast import autocast_as_on_gpu
@@ -351,12 +350,9 @@ def _without_offloaded_gradient(recording: Recording, original: Callable[..., No
     original(handle)
 
 
-def _is_on_host(recording: Recording, tensor: Any) -> bool:
+def _is_on_host(recording: Recording, tensor: object) -> bool:
     """Whether a fake tensor is known to be on the host."""
-    if not isinstance(tensor, FakeTensor):
-        return False
-    with without_functions():
-        return recording.memory.known(tensor) in recording.memory.on_host
+    return recording.memory.number_inside(tensor) in recording.memory.on_host
 
 
 _OF_FSDP1 = _gathered_on_gpu, _without_offloaded_gradient

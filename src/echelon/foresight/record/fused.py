@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from echelon._torch_private.tensors import below_autograd, by_formula, destroy_library, transform_stack
+from echelon.foresight.record.convolutions import is_channels_last
 from echelon.foresight.record.here import recording_here
 
 _KEY = "AutogradCPU"
@@ -47,12 +48,7 @@ def _has_kernel(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> bool:
     fits = 0 < len(shape) <= x.dim() and list(x.shape[-len(shape) :]) == list(shape)
     if weight is not None:
         fits = fits and weight.dtype == x.dtype and list(weight.shape) == list(shape)
-    return fits and x.is_floating_point() and not _is_channels_last(x)
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.dim() in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.dim()])
+    return fits and x.is_floating_point() and not is_channels_last(x)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -11,16 +11,15 @@ from functools import partial
 import torch
 
 from echelon._torch_private.autograd import is_in_backward
-from echelon._torch_private.tensors import FakeTensor, local_part, storage_address
+from echelon._torch_private.tensors import FakeTensor, local_part, storage_address, without_functions
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record.callers import calling_file
+from echelon.foresight.record.callers import REPLICAS, calling_file
 from echelon.foresight.record.log import Log
 from echelon.foresight.trace import Allocate, Entry, Free, MemoryKind
 
 _BETWEEN = tuple(os.path.join("torch", *parts) for parts in (("_ops.py",), ("storage.py",), ("_tensor.py",)))
 """Files of torch between a tensor and the code that makes it."""
 _PARALLEL = tuple(os.path.join(os.sep, "torch", "distributed", name, "") for name in ("fsdp", "_composable"))
-_REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 _BLOCK = 512
 """Bytes to which the allocator rounds."""
 
@@ -73,6 +72,14 @@ class Memory:
         """Returns the number of a tensor's storage. None if it does not count yet."""
         found = self._known.get(storage_address(tensor.untyped_storage()))
         return None if found is None else found[0]
+
+    def number_inside(self, value: object) -> int | None:
+        """Returns the number of a storage, that of the rank's part for a DTensor. None if it does not count yet."""
+        local = local_part(value) if isinstance(value, torch.Tensor) else None
+        if not isinstance(local, FakeTensor):
+            return None
+        with without_functions():
+            return self.known(local) if local.layout is torch.strided else None  # others have no storage
 
     def append(self, entry: Entry) -> None:
         """Writes an entry into the log, and counts its memory."""
@@ -203,7 +210,7 @@ class Memory:
 def _is_for_communication() -> bool:
     """Whether torch's own code for parallelism makes a tensor, such as the buffers of FSDP and the buckets of DDP."""
     path = calling_file(_BETWEEN)
-    return any(folder in path for folder in _PARALLEL) or path.endswith(_REPLICAS)
+    return any(folder in path for folder in _PARALLEL) or path.endswith(REPLICAS)
 
 
 def _rounded(num_bytes: int) -> int:

@@ -22,7 +22,7 @@ from echelon.foresight.record.placement import Placement
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 """Names under which wrappers hold their module."""
-_REPLICAS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DDP"})
+_HOLDERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DDP"})
 """Wrappers that hold their module as "module"."""
 
 _MOVING = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
@@ -110,7 +110,7 @@ class Modules:
         if self._stack:  # made after its parent was first called
             self._names[root] = f"{list(self._log.modules)[self._stack[-1]]}.{type(root).__name__}"
             return
-        first = ["module"] if type(root).__name__ in _REPLICAS else None
+        first = ["module"] if type(root).__name__ in _HOLDERS else None
         for path, module in root.named_modules():
             parts = [part for part in path.split(".") if part not in _WRAPPERS]
             if parts[:1] == first:

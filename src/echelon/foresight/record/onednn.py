@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.foresight.record.convolutions import is_channels_last
 from echelon.foresight.trace import CONVOLUTIONS
 
 LSTM_LAYERS = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
@@ -71,7 +72,7 @@ def _blocked(name: str, args: Sequence[Any], out: Any) -> int:
     stride, is_transposed, groups = others[1], others[4], others[6]
     size = inputs.numel() if inputs.shape[1] > _FEW else 0
     # With one thread, neither needs another layout.
-    if _is_channels_last(inputs) or (weight.shape[2:].numel() == 1 and max(stride) == 1):
+    if is_channels_last(inputs) or (weight.shape[2:].numel() == 1 and max(stride) == 1):
         return 0
     result = out if name == "convolution" else args[0]
     size_of_result = _in_blocks(result.shape[1]) * (result.numel() // result.shape[1])
@@ -93,12 +94,6 @@ def _blocked(name: str, args: Sequence[Any], out: Any) -> int:
 
 def _in_blocks(channels: int) -> int:
     return -(-channels // _BLOCK) * _BLOCK
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    found = formats.get(tensor.ndim)
-    return found is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=found)
 
 
 def _workspace(num_steps: int, num_sequences: int, width: int, hidden: int) -> int:

@@ -126,7 +126,7 @@ class Placement:
             non_blocking: whether the call says that the host need not wait.
             depth: number of frames between this call and the line that moves it.
         """
-        number = self._number_inside(out)
+        number = self._memory.number_inside(out)
         is_on_host, is_fixed = number in self._memory.on_host, number in self._memory.fixed
         path = sys._getframe(depth).f_code.co_filename
         names_gpu = any(is_gpu(each) and not self.is_unsure(each) for each in goals)
@@ -151,7 +151,7 @@ class Placement:
 
         A tensor whose device is unknown is on a GPU once the program has named one; see `is_unsure`.
         """
-        number = self._number_inside(tensor)
+        number = self._memory.number_inside(tensor)
         if number in self._memory.on_host or type(tensor) in _WITH_VALUES or _is_meta(tensor):
             return None
         if not (is_known := number in self._memory.on_gpu) and not self._log.names_gpu:
@@ -161,7 +161,7 @@ class Placement:
 
     def goal_of(self, tensor: Tensor) -> Any:
         """Returns the goal of a move to the device of a tensor. None: it is unknown."""
-        return HOST if self._number_inside(tensor) in self._memory.on_host else self.device_of(tensor)
+        return HOST if self._memory.number_inside(tensor) in self._memory.on_host else self.device_of(tensor)
 
     @property
     def gpu(self) -> torch.device:
@@ -193,28 +193,28 @@ class Placement:
 
     def lose(self, tensor: object) -> None:
         """Notes that the device of a tensor is unknown."""
-        if (number := self._number_inside(tensor)) is not None:
+        if (number := self._memory.number_inside(tensor)) is not None:
             self._enter(tensor)
             self._memory.on_gpu.discard(number)
 
     def _enter(self, tensor: Any) -> None:
         """Notes that a tensor may be on the GPU from now on."""
-        if (number := self._number_inside(tensor)) in self._memory.on_host:
+        if (number := self._memory.number_inside(tensor)) in self._memory.on_host:
             with without_functions():
                 self._memory.enter_gpu(number, local_part(tensor))
 
     def arrived(self, tensor: Any) -> Any:
         """Returns the copy on the GPU of a tensor of the host, which a library moves. Other values are as they are."""
-        is_on_host = self._number_inside(tensor) in self._memory.on_host
+        is_on_host = self._memory.number_inside(tensor) in self._memory.on_host
         return self.copies.to_gpu(tensor, non_blocking=False) if is_on_host else tensor
 
     def forget(self, tensors: Iterable[object]) -> None:
         """Notes tensors that a library may have moved to the GPU."""
         for tensor in tensors:
-            if self._number_inside(tensor) in self._memory.fixed:
+            if self._memory.number_inside(tensor) in self._memory.fixed:
                 continue
             self._enter(tensor)
-            if isinstance(tensor, nn.Parameter) and (number := self._number_inside(tensor)) is not None:
+            if isinstance(tensor, nn.Parameter) and (number := self._memory.number_inside(tensor)) is not None:
                 self._memory.on_gpu.add(number)
 
     def of_results(self, name: str, inputs: Sequence[Tensor], before: Sequence[int]) -> Where:
@@ -302,17 +302,6 @@ class Placement:
     def _line(self, number: int) -> str:
         """Returns the line that made a storage on the host."""
         return list(self._log.places)[self._memory.on_host[number]]
-
-    def _number_inside(self, tensor: object) -> int | None:
-        """Returns the number of a storage, that of the rank's part for a DTensor."""
-        return self._number(local_part(tensor)) if isinstance(tensor, Tensor) else None
-
-    def _number(self, tensor: object) -> int | None:
-        """Returns the number of a storage. None for other objects than fake tensors."""
-        if not isinstance(tensor, FakeTensor):
-            return None
-        with without_functions():
-            return self._memory.known(tensor) if tensor.layout is torch.strided else None
 
 
 def _is_meta(tensor: object) -> bool:

@@ -30,7 +30,7 @@ from echelon._torch_private.tensors import (
 )
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record.callers import BETWEEN, calling_file
+from echelon.foresight.record.callers import BETWEEN, ENGINE, REPLICAS, calling_file
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.convolutions import parts
 from echelon.foresight.record.copies import COPIES, Copies, Move
@@ -56,10 +56,6 @@ _ON_HOST = ("device_mesh.py", "_mesh_layout.py", "distributed_c10d.py")
 """Files of torch whose own tensors are numbers on the host, such as the ranks of a mesh and the bytes of objects."""
 _FOLDERS_ON_HOST = tuple(os.path.join(os.sep, "torch", *parts, "") for parts in (("optim",), ("utils", "data")))
 """Folders of torch's optimizers, which count their steps on the host, and of loaders, which draw indices there."""
-_REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
-"""File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
-_ENGINE = os.path.join("torch", "autograd", "graph.py")
-"""File of torch that calls a backward."""
 _ATEN = torch.ops.aten
 _IN_PLACE = {
     _ATEN.index_add.default: _ATEN.index_add_.default,
@@ -474,7 +470,8 @@ def _is_on_host(operation: _Operation) -> bool:
     if (own := _of_own(sys._getframe(2))) is not None:
         return own.endswith(_OWN_ON_HOST)
     path = calling_file()
-    if path.endswith(_REPLICAS):
+    # The reducer of DDP, in C++, writes numbers of buckets and parameters into tensors of integers.
+    if path.endswith(REPLICAS):
         return kwargs.get("dtype") in _INTEGERS
     return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
 
@@ -483,7 +480,7 @@ def _adds_to_zeros(args: Sequence[Any]) -> bool:
     """Whether torch's own formula, which is C++, makes a gradient from zeros by one of the operators `_IN_PLACE`."""
     # The gradient of an assignment to positions puts without adding, and not into zeros.
     is_added = len(args) > 3 and args[3] is not False
-    return is_added and not torch.is_grad_enabled() and is_in_backward() and calling_file().endswith(_ENGINE)
+    return is_added and not torch.is_grad_enabled() and is_in_backward() and calling_file().endswith(ENGINE)
 
 
 class _References(DispatchMode):  # type: ignore[no-untyped-call]
@@ -525,7 +522,7 @@ def _adds_to_gradient(args: Sequence[Any], usual: tuple[int, int, int]) -> bool:
         total, part = args
         is_alike = total.shape == part.shape and total.dtype == part.dtype and total.device == part.device
         span = sum((size - 1) * stride for size, stride in zip(total.shape, total.stride(), strict=True))
-        return is_alike and span == total.numel() - 1 and calling_file().endswith(_ENGINE)
+        return is_alike and span == total.numel() - 1 and calling_file().endswith(ENGINE)
 
 
 def _is_checked() -> bool:
