@@ -172,7 +172,7 @@ class RecordedGroup(EchelonProcessGroup):
         if self.shares_by_nccl and not any(
             recording.memory.known(each) in recording.memory.on_host for each in tensors
         ):
-            recording.log.shares_by_nccl = True
+            recording.log.gpus.shares_by_nccl = True
         if self.takes_gpu_only and recording.placement is not None:
             recording.placement.check_group(tensors, self.takes_gpu_only)
             recording.placement.written(tensors)

@@ -37,10 +37,10 @@ def mapped(value: Any) -> Any:
     if not is_gpu(value):
         return value
     if (recording := recording_here()) is not None and (placement := recording.placement) is not None:
-        recording.log.names_gpu = True
+        recording.log.gpus.has_tensors = True
         if placement.is_read(value):
             return torch.device("cpu")
-        recording.log.name_gpu()
+        recording.log.gpus.name()
     check_gpu(torch.device(value).index)
     return "cpu" if isinstance(value, str) else torch.device("cpu")
 
@@ -49,13 +49,13 @@ def check_gpu(index: int | None) -> None:
     """Raises RuntimeError, as CUDA does, if the rank's host has no GPU of this number."""
     if index is None or (recording := recording_here()) is None:
         return
-    if not 0 <= index < recording.log.num_gpus:
+    gpus = recording.log.gpus
+    if not 0 <= index < gpus.count:
         raise RuntimeError(
-            f"cuda:{index} is no GPU: its host has {counted(recording.log.num_gpus, 'GPU')}, from cuda:0 on; a rank's "
-            "own is cuda:LOCAL_RANK"
+            f"cuda:{index} is no GPU: its host has {counted(gpus.count, 'GPU')}, from cuda:0 on; a rank's own is "
+            "cuda:LOCAL_RANK"
         )
-    recording.log.name_gpu(index)
-    recording.log.names_gpu, recording.log.chosen_gpu = True, index
+    gpus.choose(index)
 
 
 class OnHost(TorchFunctionMode):
@@ -216,7 +216,7 @@ def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         else:
             mapped(each)
     if (recording := recording_here()) is not None and recording.placement is not None:
-        recording.log.name_gpu()
+        recording.log.gpus.name()
         return recording.placement.moved(args[0], args[0], [_CUDA], _non_blocking(args, kwargs))
     return args[0]
 

@@ -161,11 +161,11 @@ def _name_groups(
 ) -> None:
     """Makes a mesh. For a dimension of all ranks torch uses the default group, which has no name."""
     if is_gpu(kwargs.get("device_type", args[0] if args else None)):
-        recording.log.mesh_type = "cuda"
-        if not recording.log.names_gpu:  # torch chooses the rank's own
+        recording.log.gpus.mesh_type = "cuda"
+        if not recording.log.gpus.has_tensors:  # torch chooses the rank's own
             set_device(int(os.environ.get("LOCAL_RANK", "0")))
         else:  # the program may have chosen it by the same number
-            recording.log.name_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+            recording.log.gpus.name(int(os.environ.get("LOCAL_RANK", "0")))
     original(mesh, *args, **kwargs)
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
         if size == dist.get_world_size():
@@ -188,7 +188,7 @@ def _type_said(original: Any) -> property:
 
     def device_type(mesh: DeviceMesh) -> str:
         recording = recording_here()
-        return own(mesh) if recording is None or not asked_by_program(2) else recording.log.mesh_type
+        return own(mesh) if recording is None or not asked_by_program(2) else recording.log.gpus.mesh_type
 
     return property(device_type)
 
@@ -268,7 +268,7 @@ def _without_devices(
     if not device_ids and recording.placement is not None:
         recording.placement.still.add(ddp)
     for each in device_ids:
-        recording.log.name_gpu(each if isinstance(each, int) else torch.device(each).index)
+        recording.log.gpus.name(each if isinstance(each, int) else torch.device(each).index)
     original(ddp, module, None, None, *args[2:], **others)
     if (device := recording.placement and recording.placement.device_of(next(ddp.parameters()))) is not None:
         ddp.device = device

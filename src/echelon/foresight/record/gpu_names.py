@@ -230,12 +230,12 @@ def _accelerator_names(gpu: Gpu) -> dict[str, Any]:
 
 def _device_count() -> int:
     recording = recording_here()
-    return 0 if recording is None else recording.log.num_gpus
+    return 0 if recording is None else recording.log.gpus.count
 
 
 def _current_device() -> int:
     recording = recording_here()
-    return 0 if recording is None else recording.log.device
+    return 0 if recording is None else recording.log.gpus.current
 
 
 def set_device(device: Any) -> None:
@@ -243,7 +243,7 @@ def set_device(device: Any) -> None:
     if (recording := recording_here()) is not None:
         number = torch.device(device).index if isinstance(device, str) else getattr(device, "index", device)
         check_gpu(number)
-        recording.log.device = number or 0
+        recording.log.gpus.current = number or 0
 
 
 class _Device:

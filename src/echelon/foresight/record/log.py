@@ -15,9 +15,10 @@ import torch
 
 from echelon._torch_private.autograd import is_in_backward, next_node_number, node_number
 from echelon.call_site import calling_place, is_in_import_of_library, line_of
-from echelon.foresight.record.callers import is_checkpointed
 from echelon.foresight.record.calls import Call, Calls
+from echelon.foresight.record.gpus import Gpus
 from echelon.foresight.record.overlay import Overlay
+from echelon.foresight.record.phases import Phases
 from echelon.foresight.record.segments import Counters
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
 
@@ -64,41 +65,17 @@ class Where(NamedTuple):
 
 
 class Log:
-    """Entries of one rank, and its present stream, module and phase."""
+    """Entries of one rank, and its present stream and module."""
 
     def __init__(self, calls: Calls, num_gpus: int = 0) -> None:
-        self.num_gpus = num_gpus
-        """Number of GPUs of the rank's host."""
-        self.names_gpu = False
-        """Whether the program has named CUDA as the device of a tensor."""
-        self.chosen_gpu: int | None = None
-        """GPU that the program has named last by its number."""
-        self.named_gpus: set[int] = set()
-        """Numbers of all GPUs that the program has named."""
-        self.line_of_gpu = ""
-        """Line that has named CUDA or a GPU first. Empty before."""
-        self.shares_by_nccl = False
-        """Whether NCCL has communicated tensors of the GPU between this rank and another one of its host."""
-        self.mesh_type = "cpu"
-        """Type of device of the program's meshes."""
+        self.gpus = Gpus(num_gpus, self.line)
+        self.phases = Phases()
         self.entries: list[Entry] = []
         self.calls = calls
         self.computed: list[tuple[int, int, object]] = []
         """(first entry, entry after the last one, step) of the steps of a schedule, such as those of a pipeline."""
         self.stream = 0
         """Number of the stream that is current."""
-        self.device = 0
-        """Index of the GPU that is current."""
-        self.optimizer_depth = 0
-        """Number of nested calls of `step` of optimizers."""
-        self._closure_depth = 0
-        """The same where the innermost closure of an optimizer began. 0 outside of closures."""
-        self._makes_graph = False
-        """Whether the present backward makes a graph of its own operations."""
-        self._backward_is_repeated = False
-        """Whether it does so inside of a forward that checkpointing repeats."""
-        self._is_in_stage = False
-        """Whether a stage of a pipeline repeats its forward, which it does before the backward."""
         self.groups: dict[Group, int] = {}
         self.name_of_all = ""
         """Mesh dimension that has all ranks, such as "dp": the name of the default group."""
@@ -137,12 +114,6 @@ class Log:
         return self.calls.call(kind, len(self.entries))
 
     # Places
-
-    def name_gpu(self, index: int | None = None) -> None:
-        """Notes that the program names CUDA as a device, or a GPU by its number."""
-        self.line_of_gpu = self.line_of_gpu or self.line()
-        if index is not None:
-            self.named_gpus.add(index)
 
     def place(self) -> int:
         """Returns the number of the line of the program that is running. -1 if there is none."""
@@ -191,7 +162,7 @@ class Log:
         return self._mark().is_compiled
 
     def _mark(self) -> _Mark:
-        if is_in_backward() and not self._is_repeated():
+        if is_in_backward() and not self.phases.is_repeated():
             number = node_number()
             if number < 0:
                 return _NO_MODULE
@@ -203,66 +174,10 @@ class Log:
         """Drops the modules of nodes, at the end of a step."""
         del self._marks[:-1]
 
-    # Where
-
-    def phase(self, inputs: Iterable[torch.Tensor] = ()) -> Phase:
-        """Returns the phase of an operation with these inputs."""
-        if self.is_in_optimizer:
-            return "optimizer"
-        if self._is_in_stage:
-            return "recompute"
-        if is_in_backward():
-            return "recompute" if self._is_repeated() else "backward"
-        if self._marks[-1].module >= 0:
-            return "forward"
-        is_in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-        return "forward" if is_in_graph else "other"
-
-    def _is_repeated(self) -> bool:
-        """Whether checkpointing repeats a forward in the present backward."""
-        # Fast path: most backwards make no graph. Then only a repeated forward does, also in a checkpointing of others.
-        if not (torch.is_grad_enabled() and self._makes_graph):
-            return torch.is_grad_enabled()
-        return self._backward_is_repeated or is_checkpointed()
-
-    @contextmanager
-    def backward(self, makes_graph: bool) -> Iterator[None]:
-        """Inside, a backward runs that may make a graph of its own operations, as with `create_graph=True`."""
-        before = self._makes_graph, self._backward_is_repeated
-        # As a penalty on gradients inside of a checkpointed module: its backward is a part of the module's forward.
-        self._backward_is_repeated = makes_graph and is_in_backward() and is_checkpointed()
-        self._makes_graph = makes_graph
-        try:
-            yield
-        finally:
-            self._makes_graph, self._backward_is_repeated = before
-
-    @contextmanager
-    def repeating(self) -> Iterator[None]:
-        """Inside, a stage of a pipeline repeats its forward."""
-        self._is_in_stage = True
-        try:
-            yield
-        finally:
-            self._is_in_stage = False
-
-    @property
-    def is_in_optimizer(self) -> bool:
-        """Whether an optimizer steps, and does not call its closure."""
-        return self.optimizer_depth > self._closure_depth
-
-    @contextmanager
-    def in_closure(self) -> Iterator[None]:
-        """Inside, an optimizer calls its closure, which computes forward and backward, as that of LBFGS."""
-        before, self._closure_depth = self._closure_depth, self.optimizer_depth
-        try:
-            yield
-        finally:
-            self._closure_depth = before
-
     def where(self, inputs: Iterable[torch.Tensor] = ()) -> Where:
         """Returns phase, line and module of an operation."""
-        return Where(self.phase(inputs), self.place(), self.module())
+        phase = self.phases.of(inputs, self._marks[-1].module >= 0)
+        return Where(phase, self.place(), self.module())
 
     # Steps of a schedule
 

@@ -197,7 +197,7 @@ class Memory:
         self._free(number)
 
     def _kind(self) -> MemoryKind:
-        if self._log.is_in_optimizer:
+        if self._log.phases.is_in_optimizer:
             # State of an optimizer gets its kind when the step has ended, see `mark`.
             return "other"
         if _is_for_communication():

@@ -154,7 +154,7 @@ class Placement:
         number = self._memory.number_inside(tensor)
         if number in self._memory.on_host or type(tensor) in _WITH_VALUES or _is_meta(tensor):
             return None
-        if not (is_known := number in self._memory.on_gpu) and not self._log.names_gpu:
+        if not (is_known := number in self._memory.on_gpu) and not self._log.gpus.has_tensors:
             return None
         gpu = self.gpu
         return gpu if is_known else self._unsure
@@ -166,9 +166,8 @@ class Placement:
     @property
     def gpu(self) -> torch.device:
         """The rank's GPU."""
-        index = self._log.device if self._log.chosen_gpu is None else self._log.chosen_gpu
-        if index != self._gpu.index:
-            self._gpu, self._unsure = _gpus(index)
+        if (own := self._log.gpus.own) != self._gpu.index:
+            self._gpu, self._unsure = _gpus(own)
         return self._gpu
 
     def is_unsure(self, device: object) -> bool:

@@ -238,7 +238,7 @@ class Repeats:
             storages = tuple(
                 self._memory.known(each) if isinstance(each, FakeTensor) else None for each in state.tensors
             )
-        facts = state.facts, log.stream, log.device, len(log.pending)
+        facts = state.facts, log.stream, log.gpus.current, len(log.pending)
         counts = log.num_exchanged, len(log.groups), log.new_stream.next
         return _Moment(len(log.entries), log.counters, facts, state.gradients, storages, counts)
 

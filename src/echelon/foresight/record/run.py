@@ -279,7 +279,7 @@ class _Run:
             own = self._request.hosts[group.ranks[group.rank()]]
             group.shares_by_nccl = sum(self._request.hosts[each] == own for each in group.ranks) > 1
         if device is not None and (recording := recording_here()) is not None:
-            recording.log.name_gpu(device if isinstance(device, int) else device.index)
+            recording.log.gpus.name(device if isinstance(device, int) else device.index)
         if name in _NOT_MODELLED and (recording := recording_here()) is not None:
             recording.log.assume(f"communication of backend {name!r} takes the time of {modelled[1]!r}")
 
@@ -418,7 +418,7 @@ class _Run:
                 raise until.missing(rank)
             if steps.entries is None and repeats is not None and repeats.num_repeated:
                 raise NotRepeated  # no step was kept, of which the last microbatch had to run
-            if log.num_gpus > 1 and not log.named_gpus and dist.is_initialized():
+            if log.gpus.count > 1 and not log.gpus.named and dist.is_initialized():
                 log.assumptions.of(
                     "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
                 )
@@ -443,10 +443,10 @@ class _Run:
     def _first_gpu(self, rank: int, log: Log) -> tuple[int, str] | None:
         """Returns the number of a rank on its host, and the line that uses cuda:0, see `Trace.first_gpu`."""
         sees_one = bool(seen := os.environ.get("CUDA_VISIBLE_DEVICES", "")) and "," not in seen
-        if sees_one or not log.shares_by_nccl or not log.line_of_gpu or not log.named_gpus <= {0}:
+        gpus, hosts = log.gpus, self._request.hosts
+        if sees_one or not gpus.shares_by_nccl or not gpus.first_line or not gpus.named <= {0}:
             return None
-        hosts = self._request.hosts
-        return hosts[:rank].count(hosts[rank]), log.line_of_gpu
+        return hosts[:rank].count(hosts[rank]), gpus.first_line
 
     def _error(self) -> BaseException | None:
         if self.calls.thread_error:  # the ranks may have failed because of it

@@ -126,7 +126,7 @@ class Steps:
         """Notes the call of an optimizer's `step`."""
         log = self._log
         with log.call("begin of an optimizer"):
-            if not log.optimizer_depth:
+            if not log.phases.optimizer_depth:
                 if optimizer in self._of_round and self._by_optimizers:
                     self._end_round()
                 if self._timing is not None:
@@ -134,7 +134,7 @@ class Steps:
                 else:
                     gc.collect()  # at fixed points only, so that memory is freed at the same entry in every run
                 self._mark(optimizer)
-            log.optimizer_depth += 1
+            log.phases.optimizer_depth += 1
 
     def _end_round(self) -> None:
         """Ends a round. Ends the step, too, if no other optimizer is waited for any longer."""
@@ -193,7 +193,7 @@ class Steps:
             return None
 
         def noted(*given: Any, **named: Any) -> Any:
-            with self._log.in_closure():
+            with self._log.phases.in_closure():
                 result = closure(*given, **named)
             self._mark(optimizer)  # The gradients are new.
             return result
@@ -204,10 +204,10 @@ class Steps:
         """Notes that an optimizer has stepped. Raises StepsDone after the last step."""
         log = self._log
         with log.call("end of an optimizer"):
-            log.optimizer_depth -= 1
+            log.phases.optimizer_depth -= 1
             # Also if it is wrapped by another one.
             self._stepped.add(optimizer)
-            if log.optimizer_depth:
+            if log.phases.optimizer_depth:
                 return
             for state in optimizer.state.values():
                 self._memory.mark(state.values(), "optimizer")
@@ -223,7 +223,7 @@ class Steps:
     def backward(self) -> None:
         """Counts a backward. Raises UnsupportedOp after too many backwards without a step of an optimizer."""
         # A backward within another one is that of reentrant checkpointing. LBFGS computes backwards in its step.
-        if not self._by_optimizers or self._timing is not None or self._log.optimizer_depth or is_in_backward():
+        if not self._by_optimizers or self._timing is not None or self._log.phases.optimizer_depth or is_in_backward():
             return
         self._num_backwards += 1
         if self._num_backwards <= MOST_BACKWARDS:  # fast path
@@ -333,7 +333,7 @@ def steps_noted() -> Iterator[None]:
         if (recording := recording_here()) is None:
             return nullcontext()
         recording.steps.backward()
-        return recording.log.backward(asked.makes_graph)
+        return recording.log.phases.backward(asked.makes_graph)
 
     hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
@@ -354,5 +354,5 @@ def _make(recording: Recording, original: Callable[..., None], optimizer: Optimi
 
 
 def _recompute(recording: Recording, original: Callable[..., None], stage: Stage, *args: Any, **kwargs: Any) -> None:
-    with recording.log.repeating():
+    with recording.log.phases.repeating():
         original(stage, *args, **kwargs)
