@@ -364,14 +364,14 @@ def functional_collective(
         log.pending.update((memory.number(each), entry.number) for each in outputs)
         if before:
             assert recording.placement is not None
-            recording.placement.resulted(outputs, before, recording.memory.on_host[before[0]])
+            recording.placement.resulted(outputs, before, recording.memory.on_host[before[0]].place)
         return out
 
 
 def _on_host(recording: Recording, group: RecordedGroup, inputs: Sequence[Tensor]) -> list[int]:
     """Returns the storages of tensors that were moved to the host. Raises RuntimeError if the backend takes none."""
-    fixed = recording.memory.fixed
-    found = [number for each in inputs if (number := recording.memory.known(each)) in fixed and number is not None]
+    memory = recording.memory
+    found = [number for number in map(memory.known, inputs) if number is not None and memory.is_fixed(number)]
     if found and group.takes_gpu_only and recording.placement is not None:
         recording.placement.check_fixed(inputs, group.takes_gpu_only)
     if found:

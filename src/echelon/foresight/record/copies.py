@@ -55,7 +55,7 @@ class Copies:
 
     def to_gpu(self, tensor: Tensor, non_blocking: bool) -> Tensor:
         """Returns a copy on the GPU of a tensor on the host."""
-        is_pinned = self._memory.number_inside(tensor) in self._memory.pinned
+        is_pinned = self._memory.is_pinned(self._memory.number_inside(tensor))
         return self._moved(tensor, Move(None, True, is_pinned, not (non_blocking and is_pinned)))
 
     def to_host(self, tensor: Tensor, non_blocking: bool) -> Tensor:
@@ -74,7 +74,7 @@ class Copies:
             if not isinstance(local, FakeTensor):
                 return tensor
             number = self._memory.number(local)
-        if number in self._memory.pinned:
+        if self._memory.is_pinned(number):
             return tensor
         place = self._log.place()
         # torch pins no tensor of a GPU. So this one is on the host, also if a library has made it.
@@ -95,7 +95,7 @@ class Copies:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor is in pinned memory."""
-        return self._memory.number_inside(tensor) in self._memory.pinned
+        return self._memory.is_pinned(self._memory.number_inside(tensor))
 
     def _moved(self, tensor: Tensor, move: Move) -> Tensor:
         with self._moving(move):
@@ -147,7 +147,7 @@ class Copies:
         for (target, source), to_gpu in zip(pairs, directions, strict=True):
             if to_gpu is None:  # of a list: it stays where it is, which takes much less time
                 continue
-            is_pinned = self._memory.number(source if to_gpu else target) in self._memory.pinned
+            is_pinned = self._memory.is_pinned(self._memory.number(source if to_gpu else target))
             self._copied([source], target.nbytes, to_gpu=to_gpu, waits=not (non_blocking and is_pinned))
         return True
 
@@ -159,7 +159,7 @@ class Copies:
             return None
         host, other = ends if on_host[0] else reversed(ends)
         # A tensor of an unknown device may be on the host as well, as the one of a library.
-        return on_host[1] if host in self._memory.fixed or other in self._memory.on_gpu else None
+        return on_host[1] if self._memory.is_fixed(host) or other in self._memory.on_gpu else None
 
     def _copied(self, inputs: Sequence[Tensor], num_bytes: int, *, to_gpu: bool, waits: bool) -> None:
         log = self._log

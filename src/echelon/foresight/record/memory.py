@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,6 +25,18 @@ _BLOCK = 512
 """Bytes to which the allocator rounds."""
 
 
+@dataclass(slots=True)
+class OnHost:
+    """Storage that is known to be on the host."""
+
+    place: int
+    """Line that made it."""
+    is_fixed: bool = False
+    """Whether no library moves it by itself, since the program or a library has put it there."""
+    is_pinned: bool = False
+    """Whether it is in pinned memory."""
+
+
 class Memory:
     """Storages of one rank that are alive."""
 
@@ -36,12 +49,8 @@ class Memory:
         """Most bytes so far, as `torch.cuda.max_memory_allocated`."""
         self.on_gpu: set[int] = set()
         """Storages that are known to be on the GPU, see `placement`."""
-        self.on_host: dict[int, int] = {}
-        """Storages that are known to be on the host, with the line that made them."""
-        self.fixed: set[int] = set()
-        """Storages of the host that no library moves by itself, since the program or a library has put them there."""
-        self.pinned: set[int] = set()
-        """Storages of the host in pinned memory."""
+        self.on_host: dict[int, OnHost] = {}
+        """Storages that are known to be on the host."""
         self.making: int | None = None
         """Line whose new storages are on the host. None: they are on the GPU."""
         self._log = log
@@ -63,7 +72,7 @@ class Memory:
         number = self._log.new_storage()
         self.adopt(tensor, number)
         if self.making is not None:
-            self.on_host[number] = self.making
+            self.on_host[number] = OnHost(self.making)
         # A storage of the meta device claims its bytes, but has none.
         self._allocate(number, 0 if tensor.device.type == "meta" else storage.nbytes())
         return number
@@ -86,7 +95,7 @@ class Memory:
         if type(entry) is Allocate:
             self.live[entry.storage] = entry
             if entry.on_host:
-                self.on_host.setdefault(entry.storage, entry.place)  # of a repeated call
+                self.on_host.setdefault(entry.storage, OnHost(entry.place))  # of a repeated call
             else:
                 self.num_bytes += entry.num_bytes
                 self.peak = max(self.peak, self.num_bytes)
@@ -105,7 +114,7 @@ class Memory:
         self.on_gpu.discard(number)
         if number in self.on_host:
             return
-        self.on_host[number] = place
+        self.on_host[number] = OnHost(place)
         if (before := self.live.get(number)) is not None:
             self._free(number)
             self.append(before._replace(on_host=True))
@@ -122,22 +131,30 @@ class Memory:
 
     def fix(self, number: int | None, is_pinned: bool = False) -> None:
         """Notes that no library moves a storage of the host by itself, and whether it is in pinned memory."""
-        if number is not None and number in self.on_host:
-            self.fixed.add(number)
-            if is_pinned:
-                self.pinned.add(number)
+        if (found := self._on_host(number)) is not None:
+            found.is_fixed = True
+            found.is_pinned |= is_pinned
 
     def loosen(self, tensors: Iterable[object]) -> None:
         """Notes that a library may move tensors of the host by itself."""
         for each in tensors:
-            if isinstance(each, FakeTensor) and (number := self.known(each)) is not None:
-                self.fixed.discard(number)
+            if isinstance(each, FakeTensor) and (found := self._on_host(self.known(each))) is not None:
+                found.is_fixed = False
+
+    def is_fixed(self, number: int | None) -> bool:
+        """Whether a storage is on the host, and no library moves it by itself."""
+        return (found := self._on_host(number)) is not None and found.is_fixed
+
+    def is_pinned(self, number: int | None) -> bool:
+        """Whether a storage is in pinned memory."""
+        return (found := self._on_host(number)) is not None and found.is_pinned
+
+    def _on_host(self, number: int | None) -> OnHost | None:
+        return None if number is None else self.on_host.get(number)
 
     def enter_gpu(self, number: int, tensor: torch.Tensor) -> None:
         """Notes that the storage of a tensor may be on the GPU from now on."""
         del self.on_host[number]
-        self.fixed.discard(number)
-        self.pinned.discard(number)
         self._free(number)
         self._allocate(number, tensor.untyped_storage().nbytes())
 
@@ -192,8 +209,6 @@ class Memory:
             del self._known[address]
         self.on_gpu.discard(number)
         self.on_host.pop(number, None)
-        self.fixed.discard(number)
-        self.pinned.discard(number)
         self._free(number)
 
     def _kind(self) -> MemoryKind:

@@ -127,7 +127,7 @@ class Placement:
             depth: number of frames between this call and the line that moves it.
         """
         number = self._memory.number_inside(out)
-        is_on_host, is_fixed = number in self._memory.on_host, number in self._memory.fixed
+        is_on_host, is_fixed = number in self._memory.on_host, self._memory.is_fixed(number)
         path = sys._getframe(depth).f_code.co_filename
         names_gpu = any(is_gpu(each) and not self.is_unsure(each) for each in goals)
         # A tensor of an unknown device is on the GPU, too. torch's own code names the CPU in place of the GPU where it
@@ -210,7 +210,7 @@ class Placement:
     def forget(self, tensors: Iterable[object]) -> None:
         """Notes tensors that a library may have moved to the GPU."""
         for tensor in tensors:
-            if self._memory.number_inside(tensor) in self._memory.fixed:
+            if self._memory.is_fixed(self._memory.number_inside(tensor)):
                 continue
             self._enter(tensor)
             if isinstance(tensor, nn.Parameter) and (number := self._memory.number_inside(tensor)) is not None:
@@ -232,14 +232,14 @@ class Placement:
         if not on_host or on_host.keys().isdisjoint(before):
             return GPU if is_on_gpu else None
         # torch's code for parallelism moves tensors to the device of its mesh, but not those that it offloads itself.
-        if self._memory.fixed.isdisjoint(before) and _of_distributed():
+        if not any(map(self._memory.is_fixed, before)) and _of_distributed():
             return GPU if is_on_gpu else None
         # torch takes numbers of the host beside tensors of the GPU, but no tensors with dimensions.
         hosts = [number for number, each in zip(before, inputs, strict=False) if number in on_host and each.dim()]
         if not is_on_gpu:
             # A tensor of an unknown device makes that of the result unknown, too.
             is_on_host = len(hosts) == sum(each.dim() > 0 for each in inputs)
-            return on_host[next(each for each in (*hosts, *before) if each in on_host)] if is_on_host else None
+            return on_host[next(each for each in (*hosts, *before) if each in on_host)].place if is_on_host else None
         if hosts and not self.takes_both(name) and not _of_distributed():
             raise RuntimeError(
                 f"{name} takes a tensor of the CPU, made at {self._line(hosts[0])}, and one of the GPU: move the first "
@@ -264,7 +264,7 @@ class Placement:
                 self._memory.on_gpu.add(number)
             else:
                 self._memory.leave_gpu(each, where)
-                if not self._memory.fixed.isdisjoint(before):
+                if any(map(self._memory.is_fixed, before)):
                     self._memory.fix(number)
 
     @staticmethod
@@ -292,7 +292,7 @@ class Placement:
         """Raises RuntimeError if a backend that takes tensors of GPUs alone is given one that was moved to the host."""
         for each in tensors:
             number = self._memory.known(each)
-            if number is not None and number in self._memory.fixed:
+            if number is not None and self._memory.is_fixed(number):
                 raise RuntimeError(
                     f"{backend} at {self._log.line()} takes no tensor of the CPU, as of what is offloaded at "
                     f"{self._line(number)}: begin with init_process_group('cpu:gloo,cuda:{backend}')"
@@ -300,7 +300,7 @@ class Placement:
 
     def _line(self, number: int) -> str:
         """Returns the line that made a storage on the host."""
-        return list(self._log.places)[self._memory.on_host[number]]
+        return list(self._log.places)[self._memory.on_host[number].place]
 
 
 def _is_meta(tensor: object) -> bool:
