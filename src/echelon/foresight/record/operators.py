@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from echelon._torch_private.tensors import facts_of
+from echelon._torch_private.tensors import facts_of, tree_leaves
 from echelon.foresight.record.convolutions import flops_of_gradients
-from echelon.foresight.record.dtypes import is_checked
 from echelon.foresight.record.onednn import products_of
 from echelon.foresight.trace import COMPLEX_PRODUCTS, Kind
 
@@ -53,52 +52,15 @@ _NO_KERNEL = frozenset(
 )
 """Operators that launch nothing on a GPU."""
 _READS = frozenset({"_local_scalar_dense", "allclose", "item", "equal", "is_nonzero"})
-_BY_OUTPUT = frozenset(
-    [
-        "embedding",
-        "index_select",
-        "gather",
-        "index",
-        "nll_loss_forward",
-        "nll_loss_backward",
-        "embedding_dense_backward",
-        "take",
-        "masked_select",
-        "slice_backward",
-        "select_backward",
-    ]
-)
-"""Operators that read about as many bytes as they write, though an input is larger."""
-EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
-"""Operators that read the rows of a table that their indices name."""
-_ADDS = frozenset({"index_add_", "index_reduce_", "scatter_add_", "scatter_reduce_"})
-"""Operators that change a part of their first argument and have read it. Others read it if they accumulate."""
-_ACCUMULATES = {"index_put_": 3, "_index_put_impl_": 3, "put_": 3}
-"""Position of the argument `accumulate`."""
-_OVERWRITES = frozenset(
-    [
-        "copy_",
-        "zero_",
-        "fill_",
-        "_foreach_zero_",
-        "_foreach_copy_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "zero",
-        "fill",
-    ]
-)
-"""Operators that write their first argument without having read it."""
-_FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
-_NEGATES = frozenset({"eq", "le", "lt", "logical_not", "bitwise_not"})
-_TAKES_MASKS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "masked_select"})
+FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
+"""Operators whose last output says if values are infinite or not a number."""
+NEGATES = frozenset({"eq", "le", "lt", "logical_not", "bitwise_not"})
+"""Operators that are true of numbers that are 0, as in `x.isnan().sum() == 0`."""
+TAKES_MASKS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "masked_select"})
 """Operators whose arguments after the first can be masks, so that shapes depend on values."""
-_INTO_A_PART = frozenset({"all_gather_copy_in"})
+INTO_A_PART = frozenset({"all_gather_copy_in"})
 """Operators that write only their first output, a part of their last input, and return that input as well."""
-_KEEPS_TERMS = frozenset({"mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"})
+KEEPS_TERMS = frozenset({"mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"})
 """Losses whose sum or mean lies in the memory of its terms, which it keeps. Source: ATen/native/Loss.cpp and .cu."""
 _LINEAR_ALGEBRA = ("linalg_", "_linalg_")
 _READ_ONCE = frozenset({"linalg_vector_norm", "linalg_cross", "linalg_diagonal", "_linalg_check_errors"})
@@ -131,27 +93,31 @@ class Operator(NamedTuple):
     writes: tuple[int | str, ...]
     """Arguments that it changes, by position or name."""
     may_return_view: bool
-    is_sparse: bool
-    """Whether it reads about as many bytes as it writes."""
-    overwrites: bool
-    into_a_part: bool
-    """Whether only the first output is written, a part of the last input."""
     is_foreach: bool
-    finds_overflow: bool
-    """Whether its last output says if values are infinite or not a number."""
-    negates: bool
-    """Whether it is true of numbers that are 0, as in `x.isnan().sum() == 0`."""
-    takes_masks: bool
-    keeps_terms: bool
-    """Whether a single number that it returns keeps the memory of one for each element of the inputs."""
-    checks_dtypes: bool
-    """Whether its kernels refuse types of inputs that its fake ones take, see `dtypes`."""
     flops: Callable[..., int] | None
     shape: Callable[..., Shape] | None
     precision_of: str
     """For products and convolutions, the operation whose setting decides whether a GPU computes float32 by TF32."""
     is_slower: bool
     """Whether it takes longer than reading its inputs and writing its outputs once, such as eigenvalues."""
+
+
+class Operation(NamedTuple):
+    """Operator with its arguments."""
+
+    func: Any
+    facts: Operator
+    inputs: Sequence[Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def written(self) -> list[Tensor]:
+        """Returns the tensors that it changes."""
+        values = [
+            self.args[each] if isinstance(each, int) and each < len(self.args) else self.kwargs.get(str(each))
+            for each in self.facts.writes
+        ]
+        return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 @functools.cache
@@ -169,14 +135,6 @@ def operator(func: Any) -> Operator:
         kind=kind,
         writes=facts.writes,
         may_return_view=facts.may_return_view,
-        is_sparse=name in _BY_OUTPUT,
-        overwrites=name in _OVERWRITES,
-        into_a_part=name in _INTO_A_PART,
-        finds_overflow=name in _FINDS_OVERFLOW,
-        negates=name in _NEGATES,
-        takes_masks=name in _TAKES_MASKS,
-        keeps_terms=name in _KEEPS_TERMS,
-        checks_dtypes=is_checked(name),
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=flops,
         shape=shape,
@@ -220,54 +178,6 @@ def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, A
     if any(isinstance(each, Tensor) and each.is_complex() for each in args):
         flops *= COMPLEX_PRODUCTS
     return flops, shape
-
-
-class TouchedPart(NamedTuple):
-    """Part of a tensor that an operator changes in place, such as the rows that its indices name."""
-
-    num_bytes: int
-    is_read: bool
-    """Whether the operator adds to it."""
-
-
-def touched_part(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TouchedPart | None:
-    """Returns the part of its first argument that an operator changes. None if it may be all of it."""
-    count = _TOUCHES.get(facts.name)
-    if count is None:
-        return None
-    position = _ACCUMULATES.get(facts.name, len(args))
-    accumulates = bool(args[position]) if position < len(args) else bool(kwargs.get("accumulate", False))
-    return TouchedPart(count(args) * args[0].element_size(), facts.name in _ADDS or accumulates)
-
-
-def _in_dimension(args: Sequence[Any]) -> int:
-    """Returns the elements of the slices that indices name in one dimension."""
-    target, dim, index = args[:3]
-    return int(target.numel() // max(1, target.shape[dim] if target.ndim else 1) * index.numel())
-
-
-def _at_positions(args: Sequence[Any]) -> int:
-    """Returns the elements that a list of indices names, with None for a dimension that has no index."""
-    target, indices = args[:2]
-    found = [each for each in indices if each is not None]
-    whole = [size for size, each in zip(target.shape, [*indices, *[None] * target.ndim], strict=False) if each is None]
-    positions = torch.broadcast_shapes(*(each.shape for each in found))  # type: ignore[no-untyped-call]
-    return math.prod([*positions, *whole])
-
-
-_TOUCHES: Mapping[str, Callable[[Sequence[Any]], int]] = {
-    **dict.fromkeys(("index_add_", "index_copy_", "index_fill_", "index_reduce_"), _in_dimension),
-    **dict.fromkeys(("index_put_", "_index_put_impl_"), _at_positions),
-    **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), lambda args: args[2].numel()),
-    "put_": lambda args: args[1].numel(),
-}
-"""Elements that an operator changes of its first argument."""
-
-
-def rows_of_bags(args: Sequence[Any]) -> int:
-    """Returns the bytes of the rows that an operator of `EMBEDDING_BAGS` reads."""
-    table, indices = args[:2]
-    return int(indices.numel() * table.shape[1] * table.element_size())
 
 
 # Matrix products

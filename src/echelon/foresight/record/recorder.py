@@ -7,8 +7,9 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from echelon._torch_private.tensors import (
     real_tensors,
     references,
     set_known_value,
-    tree_leaves,
     without_functions,
 )
 from echelon.call_site import is_own
@@ -34,20 +34,24 @@ from echelon.foresight.record.callers import BETWEEN, ENGINE, REPLICAS, calling_
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.convolutions import parts
 from echelon.foresight.record.copies import COPIES, Copies, Move
-from echelon.foresight.record.dtypes import check_dtypes
-from echelon.foresight.record.here import Recording, Traffic, name_of, tensors_in
+from echelon.foresight.record.dtypes import check_dtypes, is_checked
+from echelon.foresight.record.here import Recording, name_of, tensors_in
 from echelon.foresight.record.onednn import HAS_SCRATCH, scratch, with_workspace
 from echelon.foresight.record.operators import (
-    EMBEDDING_BAGS,
+    FINDS_OVERFLOW,
+    INTO_A_PART,
+    KEEPS_TERMS,
+    NEGATES,
+    TAKES_MASKS,
+    Operation,
     Operator,
     flops_and_shape,
     launches_of,
     operator,
-    rows_of_bags,
-    touched_part,
 )
 from echelon.foresight.record.placement import GPU, Where
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
+from echelon.foresight.record.traffic import Accesses, accesses_of, num_bytes_of
 from echelon.foresight.trace import CONVOLUTIONS, TF32, UNKNOWN_STORAGE, HostWait, Kind
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
@@ -97,24 +101,6 @@ _SMALL = 1 << 16
 """Elements up to which real tensors stay real in an operation that takes no fake one."""
 
 
-class _Operation(NamedTuple):
-    """Operator with its arguments."""
-
-    func: Any
-    facts: Operator
-    inputs: Sequence[Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def written(self) -> list[Tensor]:
-        """Returns the tensors that it changes."""
-        values = [
-            self.args[each] if isinstance(each, int) and each < len(self.args) else self.kwargs.get(str(each))
-            for each in self.facts.writes
-        ]
-        return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
-
-
 class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of the thread in which it is active. A mode of fake tensors must be active below it."""
 
@@ -146,41 +132,45 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             raise self._unknown(str(func))
         kwargs = kwargs or {}
-        if func is _ATEN.add.Tensor and _adds_to_gradient(args, self._references):
-            func = _ATEN.add_.Tensor
-        elif (in_place := _IN_PLACE.get(func)) is not None and _adds_to_zeros(args):
-            func = in_place
+        func = self._in_place(func, args)
         if kwargs.get("device") in _NUMBERED:
             kwargs = {**kwargs, "device": _CPU}
-        facts = operator(func)
-        inputs = list(tensors_in(args))
-        inputs += tensors_in(kwargs.values()) if kwargs else ()
-        operation = _Operation(func, facts, inputs, args, kwargs)
+        inputs = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
+        operation = Operation(func, operator(func), inputs, args, kwargs)
         if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(operation):
             with real_tensors():
                 return func(*args, **kwargs)
-        if facts.role == "view":
-            out = self._results.run(func, args, kwargs)
-            if facts.name == "lift_fresh" and not isinstance(args[0], FakeTensor):
-                self.routing.wrote(out, args[0])  # the numbers of torch.tensor
-            elif self.routing.concerns(func, inputs, False):
-                self.routing.follow(func, inputs, (), args, kwargs, out)
-            return out
-        if facts.role == "allocation":
-            return self._allocated(operation)
-        if facts.role == "kernel":
-            if decides_shape(func):
-                return self._decided(operation)
-            if facts.takes_masks and any(each.dtype in MASKS for each in tensors_in(args[1:2])):
-                # A mode is off while it handles an operator. The parts of this one are recorded by themselves.
-                with self:
-                    return without_masks(func, facts.name, args, kwargs, self._is_number)
-            return self._kernel(operation)
-        if facts.role == "collective":
-            return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
-        return self._read(facts, args)
+        match operation.facts.role:
+            case "view":
+                return self._viewed(operation)
+            case "allocation":
+                return self._allocated(operation)
+            case "kernel":
+                return self._kernel(operation)
+            case "collective":
+                name = operation.facts.name
+                return functional_collective(self._recording, self._results, func, name, inputs, args, kwargs)
+            case "read":
+                return self._read(operation.facts, args)
 
-    def _allocated(self, operation: _Operation) -> Any:
+    def _in_place(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Returns the form in place of an operator that autograd would apply in place without a mode."""
+        if func is _ATEN.add.Tensor:
+            return _ATEN.add_.Tensor if _adds_to_gradient(args, self._references) else func
+        in_place = _IN_PLACE.get(func)
+        return in_place if in_place is not None and _adds_to_zeros(args) else func
+
+    def _viewed(self, operation: Operation) -> Any:
+        """Makes a view, whose numbers may be known."""
+        func, facts, inputs, args, kwargs = operation
+        out = self._results.run(func, args, kwargs)
+        if facts.name == "lift_fresh" and not isinstance(args[0], FakeTensor):
+            self.routing.wrote(out, args[0])  # the numbers of torch.tensor
+        elif self.routing.concerns(func, inputs, False):
+            self.routing.follow(func, inputs, (), args, kwargs, out)
+        return out
+
+    def _allocated(self, operation: Operation) -> Any:
         """Makes an empty tensor, on the host if it is like tensors of the host."""
         func, facts, inputs, args, kwargs = operation
         where: Where = None
@@ -251,7 +241,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 "assumed to be true: let it end by a number of rounds, too"
             )
 
-    def _decided(self, operation: _Operation) -> Any:
+    def _decided(self, operation: Operation) -> Any:
         """Records an operator whose results have a shape that depends on values. The host waits for that shape."""
         func, _, inputs, args, kwargs = operation
         device = inputs[0].device
@@ -263,57 +253,75 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self.log.entries.append(HostWait(self.log.stream, -1, self.log.place()))
         return out
 
-    def _kernel(self, operation: _Operation) -> Any:
+    def _kernel(self, operation: Operation) -> Any:
+        """Records an operator that computes, by a way of its own if shapes depend on values."""
+        func, facts, _, args, kwargs = operation
+        if decides_shape(func):
+            return self._decided(operation)
+        if facts.name in TAKES_MASKS and any(each.dtype in MASKS for each in tensors_in(args[1:2])):
+            # A mode is off while it handles an operator. The parts of this one are recorded by themselves.
+            with self:
+                return without_masks(func, facts.name, args, kwargs, self._is_number)
+        return self._computed(operation)
+
+    def _computed(self, operation: Operation) -> Any:
+        """Records an operator that computes: finds its device, makes its results, and writes it into the log."""
         func, facts, inputs, args, kwargs = operation
-        number = self.memory.number
         held: list[Tensor] = []
         """Memory for the time of the operation. It is freed when the results have theirs."""
         # Before the operation, so that the memory of a new input counts before that of its outputs.
         with without_functions():
-            before = [number(each) for each in inputs]
-            placement = self._placement if before else None
-            move = None if placement is None or facts.name != "clone" else placement.copies.move
-            if move is not None:
-                where: Where = GPU if move.place is None else move.place
-            elif placement is not None:
-                where = placement.of_results(facts.name, inputs, before)
-            else:
-                where = self.memory.making
-        if facts.checks_dtypes:
-            check_dtypes(facts.name, args, on_host=self._placement is None or where not in (None, GPU))
-        try:
-            if facts.name == "_grouped_mm":
-                out = self._grouped(func, args, kwargs)
-            else:
-                out = self._results.run(func, args, kwargs)
-            if facts.name in HAS_SCRATCH:
-                on_host = placement is None or where not in (None, GPU)
-                out = self._by_onednn(operation, out, on_host, held)
-        except NO_FAKE_RESULT:
-            raise self._unknown(facts.name) from None
+            before = [self.memory.number(each) for each in inputs]
+            where, move = self._device_of(facts, inputs, before)
+        on_host = self._placement is None or where not in (None, GPU)
+        if is_checked(facts.name):
+            check_dtypes(facts.name, args, on_host)
+        out = self._result(operation, on_host, held)
         with without_functions():
-            if facts.keeps_terms:
-                _keep_terms(out, args)
-            if where is None or where == GPU:
-                self._enter(operation, before, out, where, move)
-            else:
-                with self.memory.on_the_host(where):
-                    self._enter(operation, before, out, where, move)
-            if placement is not None:
-                placement.resulted(tensors_in((out,)), before, where)
-                if where == GPU and facts.writes and not placement.takes_both(facts.name):
-                    placement.written(operation.written())
-            # Unknown places are those of libraries, such as Hugging Face's, which mean the host.
-            if facts.name == "rand" and out.numel() == 1 and (self._placement is None or where != GPU):
-                # A program compares it with a probability: LayerDrop leaves out a layer if the number is smaller.
-                self.log.assume("a random number is 0.5")
-                with real_tensors():
-                    set_known_value(out, torch.full(out.shape, 0.5, dtype=out.dtype))
+            self._note(operation, before, out, where, move)
         if self.routing.concerns(func, inputs, bool(facts.writes)):
             self.routing.follow(func, inputs, operation.written(), args, kwargs, out)
         return out
 
-    def _by_onednn(self, operation: _Operation, out: Any, on_host: bool, held: list[Tensor]) -> Any:
+    def _device_of(self, facts: Operator, inputs: Sequence[Tensor], before: Sequence[int]) -> tuple[Where, Move | None]:
+        """Returns the device of an operator's results, and the move for which it clones a tensor."""
+        if self._placement is None or not before:
+            return self.memory.making, None
+        move = self._placement.copies.move if facts.name == "clone" else None
+        if move is None:
+            return self._placement.of_results(facts.name, inputs, before), None
+        return GPU if move.place is None else move.place, move
+
+    def _result(self, operation: Operation, on_host: bool, held: list[Tensor]) -> Any:
+        """Makes the results of an operator, and holds memory that it has for the time of computing."""
+        func, facts, _, args, kwargs = operation
+        try:
+            if facts.name == "_grouped_mm":
+                return self._grouped(func, args, kwargs)
+            out = self._results.run(func, args, kwargs)
+            return self._by_onednn(operation, out, on_host, held) if facts.name in HAS_SCRATCH else out
+        except NO_FAKE_RESULT:
+            raise self._unknown(facts.name) from None
+
+    def _note(self, operation: Operation, before: Sequence[int], out: Any, where: Where, move: Move | None) -> None:
+        """Writes an operator into the log, and notes the device of its results; see `_enter`."""
+        facts, placement = operation.facts, self._placement
+        if facts.name in KEEPS_TERMS:
+            _keep_terms(out, operation.args)
+        with nullcontext() if where is None or where == GPU else self.memory.on_the_host(where):
+            self._enter(operation, before, out, where, move)
+        if placement is not None and before:
+            placement.resulted(tensors_in((out,)), before, where)
+            if where == GPU and facts.writes and not placement.takes_both(facts.name):
+                placement.written(operation.written())
+        # Unknown places are those of libraries, such as Hugging Face's, which mean the host.
+        if facts.name == "rand" and out.numel() == 1 and (placement is None or where != GPU):
+            # A program compares it with a probability: LayerDrop leaves out a layer if the number is smaller.
+            self.log.assume("a random number is 0.5")
+            with real_tensors():
+                set_known_value(out, torch.full(out.shape, 0.5, dtype=out.dtype))
+
+    def _by_onednn(self, operation: Operation, out: Any, on_host: bool, held: list[Tensor]) -> Any:
         """Returns the result with the workspace of an LSTM. On the host, memory for the time of computing is held."""
         name, args = operation.facts.name, operation.args
         if on_host and (num_bytes := scratch(name, args, out)):
@@ -333,7 +341,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return func(*halved, **{**kwargs, "out_dtype": None}).to(kwargs.get("out_dtype") or dtype)
 
     def _enter(
-        self, operation: _Operation, before: Sequence[int], out: Any, where: Where = None, move: Move | None = None
+        self, operation: Operation, before: Sequence[int], out: Any, where: Where = None, move: Move | None = None
     ) -> None:
         """Writes an operator into the log: a kernel, a copy, or a computation of the host.
 
@@ -344,15 +352,14 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             where: their device.
             move: move of its input between the host and the GPU, for which it is a clone.
         """
-        _, facts, inputs, args, kwargs = operation
-        log, number = self.log, self.memory.number
+        facts, inputs, number = operation.facts, operation.inputs, self.memory.number
         outputs = [out] if isinstance(out, Tensor) else list(tensors_in((out,)))
-        if facts.into_a_part:
+        if facts.name in INTO_A_PART:
             outputs, inputs = outputs[:1], inputs[:-1]
         after = [number(each) for each in outputs]
         if facts.may_return_view and not facts.writes and all(key in before for key in after):
             return  # as `contiguous` of a contiguous tensor
-        written = operation.written() if facts.writes else ()
+        written = operation.written() if facts.writes else []
         for each in written:
             self.memory.resized(each.untyped_storage())
         if not inputs and not outputs:
@@ -360,47 +367,43 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if move is not None:
             self._copies.write(move, inputs[0], out)
             return
+        args, kwargs = operation.args, operation.kwargs
         if facts.name in COPIES and self.memory.on_host and self._copies.write_copies(args, kwargs):
             return
-        changed = [number(each) for each in written]
-        made = [(key, each) for key, each in zip(after, outputs, strict=True) if key not in changed]
-        writes = _by_storage([*zip(changed, written, strict=True), *made])
-        touched = touched_part(facts, args, kwargs)
-        if touched is not None:
-            writes[changed[0]] = min(touched.num_bytes, writes[changed[0]])
-        is_found = self._of_overflow and before and self._of_overflow.issuperset(before) and not facts.negates
-        if facts.finds_overflow or is_found:
-            self._of_overflow.update(number(each) for each in (written[-1:] if facts.writes else outputs))
-        if facts.is_sparse:
-            reads: Traffic = ((UNKNOWN_STORAGE, sum(writes.values())),)
-        else:
-            is_overwritten = facts.overwrites or touched is not None
-            results = (*(args[:1] if is_overwritten else ()), kwargs.get("out"))
-            overwritten = {number(each) for each in tensors_in(results)}
-            # Not strict: `inputs` may have lost the last one above.
-            known = [each for each in zip(before, inputs, strict=False) if each[0] not in overwritten]
-            found = _by_storage(known)
-            if touched is not None and touched.is_read:
-                found[changed[0]] = writes[changed[0]]
-            if facts.name in EMBEDDING_BAGS and (rows := rows_of_bags(args)) < found[before[0]]:
-                found[before[0]] = rows
-            reads = tuple(found.items())
+        self._follow_overflow(facts, before, written[-1:] if facts.writes else outputs)
+        # Not strict: `inputs` may have lost the last one above.
+        read = list(zip(before, inputs, strict=False))
+        changed = [(number(each), each) for each in written]
+        accesses = accesses_of(operation, read, changed, zip(after, outputs, strict=True), number)
         if where is not None and where != GPU:
-            # One tensor of a list after another.
-            launches = len(args[0]) if facts.is_foreach and args and isinstance(args[0], list | tuple) else 1
-            num_bytes = sum(size for _, size in reads) + sum(writes.values())
-            self._copies.computed(facts.name, inputs, num_bytes, launches)
+            self._enter_on_host(operation, inputs, accesses)
             return
         if facts.is_slower and self._placement is not None:
-            log.assume(f"{facts.name.lstrip('_')} takes the time of its bytes alone, which is too short")
+            self.log.assume(f"{facts.name.lstrip('_')} takes the time of its bytes alone, which is too short")
         if facts.name in CONVOLUTIONS and self._placement is not None:
             storages = zip(map(id, (*inputs, *outputs)), (*before, *after), strict=True)
             self._enter_convolution(operation, out, dict(storages))
             return
         flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())
-        self._launch(operation, outputs, facts.kind, flops, shape, reads, tuple(writes.items()), facts.name)
+        self._launch(operation, outputs, facts.kind, flops, shape, accesses, facts.name)
 
-    def _enter_convolution(self, operation: _Operation, out: Any, storages: Mapping[int, int]) -> None:
+    def _follow_overflow(self, facts: Operator, before: Sequence[int], results: Iterable[Tensor]) -> None:
+        """Notes results that say whether values are infinite or not a number, by themselves or by their inputs."""
+        found = self._of_overflow
+        if facts.name in FINDS_OVERFLOW or (
+            found and before and found.issuperset(before) and facts.name not in NEGATES
+        ):
+            found.update(map(self.memory.number, results))
+
+    def _enter_on_host(self, operation: Operation, inputs: Sequence[Tensor], accesses: Accesses) -> None:
+        """Writes an operator that the host computes."""
+        facts, args = operation.facts, operation.args
+        # One tensor of a list after another.
+        launches = len(args[0]) if facts.is_foreach and args and isinstance(args[0], list | tuple) else 1
+        num_bytes = sum(size for _, size in (*accesses.reads, *accesses.writes))
+        self._copies.computed(facts.name, inputs, num_bytes, launches)
+
+    def _enter_convolution(self, operation: Operation, out: Any, storages: Mapping[int, int]) -> None:
         """Writes the kernels of a convolution on a GPU.
 
         Args:
@@ -408,16 +411,16 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             out: its results.
             storages: storages of its tensors, by the identity of the tensor.
         """
-        converts = self._computed(operation, ()) in _ON_TENSOR_CORES and not self.log.is_compiled()
+        converts = self._dtype_of(operation, ()) in _ON_TENSOR_CORES and not self.log.is_compiled()
         for part in parts(operation.facts.name, operation.args, out, converts):
-            reads = tuple((storages[id(each)], _num_bytes(each)) for each in part.reads)
+            reads = tuple((storages[id(each)], num_bytes_of(each)) for each in part.reads)
             written = part.writes
             copied = (UNKNOWN_STORAGE, reads[0][1])
-            writes = copied if written is None else (storages[id(written)], _num_bytes(written))
+            writes = copied if written is None else (storages[id(written)], num_bytes_of(written))
             made = part.reads if written is None else [written]
-            self._launch(operation, made, part.kind, part.flops, part.shape, reads, (writes,), part.name)
+            self._launch(operation, made, part.kind, part.flops, part.shape, Accesses(reads, (writes,)), part.name)
 
-    def _computed(self, operation: _Operation, outputs: Sequence[Tensor]) -> str:
+    def _dtype_of(self, operation: Operation, outputs: Sequence[Tensor]) -> str:
         """Returns the type in which a kernel computes."""
         facts, inputs = operation.facts, operation.inputs
         dtype = next((each.dtype for each in inputs if each.is_floating_point()), None)
@@ -429,13 +432,12 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _launch(
         self,
-        operation: _Operation,
+        operation: Operation,
         outputs: Sequence[Tensor],
         kind: Kind,
         flops: int,
         shape: tuple[int, ...],
-        reads: Traffic,
-        writes: Traffic,
+        accesses: Accesses,
         name: str,
     ) -> None:
         """Writes a kernel of an operator into the log."""
@@ -443,9 +445,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             name,
             kind,
             operation.inputs,
-            reads,
-            writes,
-            dtype=self._computed(operation, outputs),
+            accesses.reads,
+            accesses.writes,
+            dtype=self._dtype_of(operation, outputs),
             flops=flops,
             shape=shape,
             launches=launches_of(operation.facts, operation.args),
@@ -460,7 +462,7 @@ def _keep_terms(loss: Tensor, args: Sequence[Any]) -> None:
         loss.untyped_storage().resize_(terms * loss.element_size())
 
 
-def _is_on_host(operation: _Operation) -> bool:
+def _is_on_host(operation: Operation) -> bool:
     """Whether an operation without fake tensors computes with values of the host."""
     _, facts, inputs, _, kwargs = operation
     if inputs and facts.name != "lift_fresh":
@@ -540,20 +542,3 @@ def _of_own(frame: FrameType | None) -> str | None:
             return None
         frame = frame.f_back
     return None
-
-
-def _by_storage(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, int]:
-    """Returns the bytes of tensors by storage. Several parts of one storage add up to at most the whole."""
-    found: dict[int, int] = {}
-    for key, tensor in tensors:
-        num_bytes = _num_bytes(tensor)
-        if key in found:
-            num_bytes = min(found[key] + num_bytes, max(tensor.untyped_storage().nbytes(), num_bytes))
-        found[key] = num_bytes
-    return found
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes that a kernel moves for a tensor: at most the size of its storage, as for an expanded one."""
-    size = tensor.numel() * tensor.element_size()
-    return size if size <= 4096 else min(size, tensor.untyped_storage().nbytes())
