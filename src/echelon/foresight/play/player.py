@@ -21,22 +21,21 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from echelon.errors import DeadlockError
 from echelon.foresight.play.cluster import Cluster
-from echelon.foresight.play.collectives import Cost
 from echelon.foresight.play.device import Device
-from echelon.foresight.play.job import Job
+from echelon.foresight.play.gatherings import Gatherings
+from echelon.foresight.play.job import Job, Price
 from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, CopySpan, Played, PlayedRole, RunSpan
 from echelon.foresight.play.processors import play_on_processors
 from echelon.foresight.play.program import Await, HostAwait, HostRun, Mark, Post, Program, Run, Transfer
-from echelon.foresight.play.roles import Channel, Meeting, waiting_text
+from echelon.foresight.play.roles import Channel, deadlock, waiting_text
 from echelon.foresight.trace import DEFAULT_STREAM, Message, Trace
 
 
@@ -112,6 +111,7 @@ class _Gathering(_Work):
     """A collective or message, of one role or of several that meet."""
 
     missing: set[int]
+    price: Price
     lines: list[tuple[_Role, _Line]] = field(default_factory=list)
     taken: list[_Taken] = field(default_factory=list)
     shares: list[tuple[Link, float]] = field(default_factory=list)
@@ -119,7 +119,6 @@ class _Gathering(_Work):
     """Time of the latest arrival so far."""
     end_time: float = 0.0
     is_done: bool = False
-    cost: Cost | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +211,8 @@ class _Role:
 # Order of events at the same time: ends make room before the next work begins.
 _END, _TAKE, _BEGIN = range(3)
 
-_What: TypeAlias = _Taken | _Gathering | _Kernels | _Copying
+_T = TypeVar("_T")
+_W = TypeVar("_W", bound=_Work)
 
 
 class _Player:
@@ -221,14 +221,14 @@ class _Player:
         self._device = job.device
         self._matches = job.matches
         self._roles = {rank: _Role(rank, program) for rank, program in job.programs.items()}
-        self._gatherings: dict[tuple[Meeting | Channel, int], _Gathering] = {}
+        self._gatherings = Gatherings(job, lambda missing, price: _Gathering(0.0, 0.0, missing, price))
         self._arrivals: dict[tuple[Channel, bool, int], float] = {}
         """Times at which a side of a message has arrived, by its channel, whether it sends, and its number."""
         self._followers: dict[tuple[Channel, bool, int], list[_Gathering]] = {}
         self._woken: deque[tuple[_Role, _Line]] = deque()
         # Kernels always keep some multiprocessors, since communication may wait for them.
         self._communication_share = min(0.9, job.device.communication_sms / job.device.num_sms)
-        self._events: list[tuple[float, int, int, _What, int]] = []
+        self._events: list[tuple[float, int, int, Callable[[Any], None], Any, int | None]] = []
         self._numbers = count()
         self._now = 0.0
 
@@ -237,35 +237,24 @@ class _Player:
             self._advance(role)
             self._wake_all()
         while self._events:
-            self._now, kind, _, what, version = heappop(self._events)
-            if isinstance(what, _Taken):
-                what.role.taken[what] = None
-                self._set_rates(what.role)
-            elif isinstance(what, _Copying):
-                if kind == _BEGIN:
-                    self._copy_comes(what)
-                else:
-                    self._copy_ends(what)
-            elif version != what.version:
-                continue
-            elif isinstance(what, _Kernels):
-                if kind == _BEGIN:
-                    self._kernels_begin(what)
-                else:
-                    self._kernels_end(what)
-            elif kind == _BEGIN:
-                self._begin(what)
-            else:
-                self._end(what)
-            self._wake_all()
+            self._now, _, _, act, what, version = heappop(self._events)
+            # The end of work is void if its rate has changed since the end was queued.
+            if version is None or version == what.version:
+                act(what)
+                self._wake_all()
         if waiting := [role for role in self._roles.values() if role.is_stuck]:
-            raise DeadlockError(self._explain(waiting))
+            raise deadlock(text for role in waiting for text in self._waiting_texts(role))
         return self._job.played({rank: self._result(role) for rank, role in self._roles.items()})
 
-    def _at(self, time: float, kind: int, what: _What, version: int = 0) -> None:
+    def _at(self, time: float, order: int, act: Callable[[_T], None], what: _T, version: int | None = None) -> None:
+        """Queues an act: of work at one of its rates if a version is given, which a change of the rate makes void."""
+        heappush(self._events, (time, order, next(self._numbers), act, what, version))
+
+    def _ends_at(self, act: Callable[[_W], None], work: _W) -> None:
+        """Queues the end of work at its present rate."""
         # At a rate of 0 there is no end yet. The next change of the rate queues one.
-        if time < math.inf:
-            heappush(self._events, (time, kind, next(self._numbers), what, version))
+        if (end := work.end) < math.inf:
+            self._at(end, _END, act, work, work.version)
 
     # Hosts
 
@@ -353,7 +342,7 @@ class _Player:
             return True
         if type(operation) is Transfer:
             # The engine may be busy then, with a copy that another stream brings in the meantime.
-            self._at(max(line.time, issued), _BEGIN, _Copying(role, line, operation))
+            self._at(max(line.time, issued), _BEGIN, self._copy_comes, _Copying(role, line, operation))
             return False
         if type(operation) is Post:
             return self._communicate(role, line, number, operation)
@@ -393,14 +382,14 @@ class _Player:
         kernels = _Kernels(run.seconds, begin, role, line, issued, run, start, begin, is_slowed)
         # Fast path: a stream that has the device to itself needs no event for the begin.
         if role.is_shared and begin > self._now:
-            self._at(begin, _BEGIN, kernels)
+            self._at(begin, _BEGIN, self._kernels_begin, kernels)
         else:
             self._kernels_begin(kernels)
 
     def _kernels_begin(self, kernels: _Kernels) -> None:
         kernels.role.kernels[kernels] = None
         kernels.rate = self._rate(kernels)
-        self._at(kernels.end, _END, kernels)
+        self._ends_at(self._kernels_end, kernels)
         if len(kernels.role.kernels) > 1:
             self._set_rates(kernels.role)
 
@@ -429,7 +418,7 @@ class _Player:
         for kernels in role.kernels:
             if (rate := self._rate(kernels)) != kernels.rate:
                 kernels.change(self._now, rate)
-                self._at(kernels.end, _END, kernels, kernels.version)
+                self._ends_at(self._kernels_end, kernels)
 
     def _copy_comes(self, copy: _Copying) -> None:
         """Brings a copy to its engine, which does one after another."""
@@ -440,7 +429,7 @@ class _Player:
 
     def _copy_begins(self, copy: _Copying) -> None:
         copy.start = self._now
-        self._at(self._now + copy.transfer.seconds, _END, copy)
+        self._at(self._now + copy.transfer.seconds, _END, self._copy_ends, copy)
 
     def _copy_ends(self, copy: _Copying) -> None:
         role, line, transfer = copy.role, copy.line, copy.transfer
@@ -466,8 +455,8 @@ class _Player:
         line.time = max(line.time, *(each.end_time for each in gatherings))
         met = max(each.start for each in gatherings)
         for entry, each in zip(post.entries, gatherings, strict=True):
-            assert each.cost is not None
-            span = CommunicationSpan(entry, begin, each.start, each.end_time, each.cost.algorithm, each.cost.protocol)
+            cost = each.price.cost
+            span = CommunicationSpan(entry, begin, each.start, each.end_time, cost.algorithm, cost.protocol)
             role.communication.append(span)
             role.met[entry] = met
             self._set(role, ("end", entry), line.time)
@@ -484,36 +473,27 @@ class _Player:
         if isinstance(entry, Message):
             # Also for a message that meets nobody, since others may follow it.
             self._arrive(role, entry, begin)
-        encounter = self._matches.encounter(role.rank, entry)
-        followed = None
-        if encounter is not None:
-            gathering = self._gatherings.get(encounter.key) or _Gathering(0.0, 0.0, set(encounter.members))
-            self._gatherings[encounter.key] = gathering
-            gathering.missing.discard(encounter.member)
-        else:
-            gathering = _Gathering(0.0, 0.0, set())
-            followed = self._matches.followed(role.rank, entry) if isinstance(entry, Message) else None
+        gathering, price, is_alone = self._gatherings.join(role.trace, entry)
         role.joined[number, part] = gathering
         gathering.lines.append((role, line))
         gathering.start = max(gathering.start, begin)
-        cost, shares, _ = self._job.price(role.trace, entry)
-        # Groups of one form may lie on the hosts in different ways, and the slowest member holds up all.
-        if gathering.cost is None or gathering.cost.seconds < cost.seconds:
-            gathering.cost = cost
-        gathering.shares.extend(shares)
-        if self._communication_share and cost.seconds:
-            taken = _Taken(role, 1.0 - self._communication_share * cost.blocks)
+        if self._communication_share and price.cost.seconds:
+            taken = _Taken(role, 1.0 - self._communication_share * price.cost.blocks)
             gathering.taken.append(taken)
-            self._at(begin, _TAKE, taken)
+            self._at(begin, _TAKE, self._take, taken)
+        followed = self._matches.followed(role.rank, entry) if is_alone and isinstance(entry, Message) else None
         # A message whose other side meets another rank starts with that side.
         if followed is not None:
             assert isinstance(entry, Message)
             self._follow(role, gathering, entry, followed)
         elif not gathering.missing:
-            if encounter is not None:
-                del self._gatherings[encounter.key]
             self._close(gathering)
         return gathering
+
+    def _take(self, taken: _Taken) -> None:
+        """Takes multiprocessors from the kernels of a role."""
+        taken.role.taken[taken] = None
+        self._set_rates(taken.role)
 
     def _arrive(self, role: _Role, message: Message, begin: float) -> None:
         """Notes that a side of a message has arrived, for the messages that follow it."""
@@ -535,11 +515,10 @@ class _Player:
 
     def _close(self, gathering: _Gathering) -> None:
         """Schedules the start of a gathering whose members have all arrived."""
-        self._at(gathering.start, _BEGIN, gathering)
+        self._at(gathering.start, _BEGIN, self._begin, gathering)
 
     def _begin(self, gathering: _Gathering) -> None:
-        assert gathering.cost is not None
-        gathering.since, gathering.left = self._now, gathering.cost.seconds
+        gathering.since, gathering.left = self._now, gathering.price.cost.seconds
         self._go_on(self._job.links.begin(gathering, gathering.shares))
 
     def _end(self, gathering: _Gathering) -> None:
@@ -555,23 +534,21 @@ class _Player:
         """Lets gatherings go on at new rates."""
         for gathering, rate in rates:
             gathering.change(self._now, rate)
-            self._at(gathering.end, _END, gathering, gathering.version)
+            self._ends_at(self._end, gathering)
 
     # Results
 
-    def _explain(self, waiting: Sequence[_Role]) -> str:
-        """Returns one sentence for each communication that waits for members."""
-        parts = []
-        for role in waiting:
-            for line in role.queues.values():
-                head = line.backlog[0] if line.backlog else None
-                if head is None or not isinstance(head[0], Post):
-                    continue
-                for part, index in enumerate(head[0].entries):
-                    gathering = role.joined.get((head[2], part))
-                    if gathering is not None and not gathering.is_done:
-                        parts.append(waiting_text(role.rank, role.trace, index, gathering.missing))
-        return "these wait for each other for ever: " + "; ".join(sorted(set(parts)))
+    @staticmethod
+    def _waiting_texts(role: _Role) -> Iterator[str]:
+        """Yields a text for each communication that waits for members."""
+        for line in role.queues.values():
+            head = line.backlog[0] if line.backlog else None
+            if head is None or not isinstance(head[0], Post):
+                continue
+            for part, index in enumerate(head[0].entries):
+                gathering = role.joined.get((head[2], part))
+                if gathering is not None and not gathering.is_done:
+                    yield waiting_text(role.rank, role.trace, index, gathering.missing)
 
     def _result(self, role: _Role) -> PlayedRole:
         # One time more than operations: that of the end.

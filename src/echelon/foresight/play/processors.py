@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
-from echelon.errors import DeadlockError
-from echelon.foresight.play.collectives import Cost
-from echelon.foresight.play.job import Job
+from echelon.foresight.play.gatherings import Gatherings
+from echelon.foresight.play.job import Job, Price
 from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
 from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run
-from echelon.foresight.play.roles import Channel, Meeting, waiting_text
+from echelon.foresight.play.roles import deadlock, waiting_text
 from echelon.foresight.trace import DEFAULT_STREAM, Trace
 
 _EPSILON = 1e-15
@@ -44,9 +43,8 @@ class _Communication:
     """A collective or message, from the arrival of its first member on."""
 
     missing: set[int]
-    cost: Cost
-    is_local: bool
-    """Whether all members are on one host, whose processors move the bytes."""
+    price: Price
+    """If it is local, processors of the host move the bytes."""
     members: list[tuple[_Role, _Posted, int]] = field(default_factory=list)
     """(role, its call, the call's part)."""
     shares: list[tuple[Link, float]] = field(default_factory=list)
@@ -118,10 +116,9 @@ _Shares: TypeAlias = Counter[int]
 class _Player:
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._matches = job.matches
         self._members = job.members
         self.roles = {rank: _Role(rank, program) for rank, program in job.programs.items()}
-        self._gathering: dict[tuple[Meeting | Channel, int], _Communication] = {}
+        self._gatherings = Gatherings(job, _Communication)
         self._running: list[_Communication] = []
         self._time = 0.0
 
@@ -131,14 +128,12 @@ class _Player:
             self._advance(role)
         while self._step():
             pass
-        waiting = [role for role in self.roles.values() if not role.is_done]
-        if waiting:
-            texts = {
+        if not all(role.is_done for role in self.roles.values()):
+            raise deadlock(
                 waiting_text(member.rank, member.trace, posted.post.entries[part], each.missing)
-                for each in self._gathering.values()
+                for each in self._gatherings.waiting()
                 for member, posted, part in each.members
-            }
-            raise DeadlockError("these wait for each other for ever: " + "; ".join(sorted(texts)))
+            )
 
     def _step(self) -> bool:
         """Goes on to the next event. Returns False if there is none."""
@@ -149,7 +144,7 @@ class _Player:
         for role in computing:
             asked.update(self._members[role.rank])
         for each in self._running:
-            if each.is_local:
+            if each.price.is_local:
                 # A role that meets itself is a member twice, but asks for its processors once.
                 for role in {id(member): member for member, _, _ in each.members}.values():
                     asked.update(self._members[role.rank])
@@ -182,7 +177,7 @@ class _Player:
     def _rate(self, communication: _Communication, speeds: Mapping[int, float]) -> float:
         """Returns the speed of communication relative to that of the same communication alone, on free processors."""
         rate = self._job.links.rate(communication)
-        if not communication.is_local:
+        if not communication.price.is_local:
             return rate
         return min(rate, *(speeds[role.rank] for role, _, _ in communication.members))
 
@@ -244,30 +239,16 @@ class _Player:
         posted.ready = self._time
         for part, index in enumerate(posted.post.entries):
             entry = role.trace.communication(index)
-            encounter = self._matches.encounter(role.rank, entry)
-            found = None if encounter is None else self._gathering.get(encounter.key)
-            price = self._job.price(role.trace, entry)
-            if found is None:
-                missing = set() if encounter is None else set(encounter.members)
-                found = _Communication(missing, price.cost, price.is_local)
-            elif price.cost.seconds > found.cost.seconds:
-                # The slowest member holds up all.
-                found.cost, found.is_local = price.cost, price.is_local
+            found = self._gatherings.join(role.trace, entry).gathering
             found.members.append((role, posted, part))
-            found.shares += price.shares
-            if encounter is not None:
-                found.missing.discard(encounter.member)
-                self._gathering[encounter.key] = found
-                if not found.missing:
-                    del self._gathering[encounter.key]
             # Without an encounter nobody is missing, and the communication begins at once.
             if not found.missing:
-                found.begun, found.remaining = self._time, found.cost.seconds
+                found.begun, found.remaining = self._time, found.price.cost.seconds
                 self._job.links.begin(found, found.shares)
                 self._running.append(found)
 
     def _end(self, communication: _Communication) -> None:
-        cost = communication.cost
+        cost = communication.price.cost
         self._job.links.end(communication)
         for role, posted, part in communication.members:
             index = posted.post.entries[part]

@@ -197,34 +197,33 @@ class _Lowering:
             self._batch.append(index)
             return
         self._flush()
-        if isinstance(entry, Collective):
-            self._post(("group", entry.group), (index,), entry.stream, entry.blocking)
-        elif isinstance(entry, Message):
-            queue = ("peer", entry.peer) if entry.is_ordered else ("message", index)
-            if self._device.is_synchronous and entry.is_ordered:
-                # Without NCCL the two directions of a link do not wait for each other.
-                queue = ("to" if entry.is_send else "from", entry.peer)
-            self._post(queue, (index,), entry.stream, entry.blocking)
-        elif isinstance(entry, Copy):
-            self._operations.append(Transfer(entry.stream, self._device.copy_seconds(entry), entry.to_gpu, index))
-        elif isinstance(entry, HostKernel):
-            self._operations.append(HostRun(self._device.host_seconds(entry)))
-        elif isinstance(entry, Wait):
+        match entry:
+            case Collective():
+                self._post(("group", entry.group), (index,), entry.stream, entry.blocking)
+            case Message():
+                queue = ("peer", entry.peer) if entry.is_ordered else ("message", index)
+                if self._device.is_synchronous and entry.is_ordered:
+                    # Without NCCL the two directions of a link do not wait for each other.
+                    queue = ("to" if entry.is_send else "from", entry.peer)
+                self._post(queue, (index,), entry.stream, entry.blocking)
+            case Copy():
+                self._operations.append(Transfer(entry.stream, self._device.copy_seconds(entry), entry.to_gpu, index))
+            case HostKernel():
+                self._operations.append(HostRun(self._device.host_seconds(entry)))
             # Communication of an earlier step has long ended.
-            if entry.number in self._posted:
+            case Wait() if entry.number in self._posted:
                 self._operations.append(Await(entry.stream, -1, self._posted[entry.number], index))
-        elif isinstance(entry, RecordEvent):
-            # Later waits mean this recording, as in CUDA.
-            event = self._recorded[entry.event] = len(self._operations)
-            self._operations.append(Mark(entry.stream, event))
-        elif isinstance(entry, WaitEvent):
+            case RecordEvent():
+                # Later waits mean this recording, as in CUDA.
+                event = self._recorded[entry.event] = len(self._operations)
+                self._operations.append(Mark(entry.stream, event))
             # CUDA: a wait for an event that has not been recorded does nothing.
-            if entry.event in self._recorded:
+            case WaitEvent() if entry.event in self._recorded:
                 self._operations.append(Await(entry.stream, self._recorded[entry.event], -1, index))
-        # CUDA: the host does not wait for an event that has not been recorded, either.
-        elif isinstance(entry, HostWait) and (entry.event < 0 or entry.event in self._recorded):
-            event = self._recorded[entry.event] if entry.event >= 0 else -1
-            self._operations.append(HostAwait(entry.stream, event, index))
+            # CUDA: the host does not wait for an event that has not been recorded, either.
+            case HostWait() if entry.event < 0 or entry.event in self._recorded:
+                event = self._recorded[entry.event] if entry.event >= 0 else -1
+                self._operations.append(HostAwait(entry.stream, event, index))
 
     def _post(self, queue: tuple[str, int], entries: tuple[int, ...], stream: int, blocking: bool) -> None:
         for index in entries:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from echelon.errors import DeadlockError
 from echelon.foresight.trace import Collective, Communication, Message, Trace
 
 Composition = tuple[tuple[int, int], ...]
@@ -158,3 +159,8 @@ def waiting_text(rank: int, trace: Trace, index: int, missing: Iterable[int]) ->
     name = f" of group {group.name}" if group.name else ""
     others = ", ".join(f"rank {each}" for each in sorted(missing))
     return f"rank {rank} at {place} in {entry.kind}{name} for {others}"
+
+
+def deadlock(waiting: Iterable[str]) -> DeadlockError:
+    """Returns the error for communication that waits for ever, with the texts of `waiting_text`."""
+    return DeadlockError("these wait for each other for ever: " + "; ".join(sorted(set(waiting))))

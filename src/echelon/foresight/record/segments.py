@@ -65,24 +65,25 @@ def moved(segment: Segment, places: Iterable[Place], storages: Mapping[int, int]
     """
     shift = _Shift(tuple(places), storages)
     for entry in segment.entries:
-        if isinstance(entry, Kernel):
+        match entry:
             # Fast path: most entries are kernels or storages, and `_replace` takes twice the time.
-            yield Kernel._make((*entry[:6], shift.storages(entry.reads), shift.storages(entry.writes), *entry[8:]))
-        elif isinstance(entry, Allocate):
-            yield Allocate._make((shift.storage(entry.storage), *entry[1:]))
-        elif isinstance(entry, Free):
-            yield Free(shift.storage(entry.storage))
-        elif isinstance(entry, Collective):
-            reads, writes = shift.storages(entry.reads), shift.storages(entry.writes)
-            yield entry._replace(number=shift.number(entry.number), reads=reads, writes=writes)
-        elif isinstance(entry, Message):
-            yield entry._replace(number=shift.number(entry.number), batch=shift.batch(entry.batch))
-        elif isinstance(entry, Wait):
-            yield entry._replace(number=shift.number(entry.number))
-        elif isinstance(entry, Copy | HostKernel):
-            yield entry
-        else:  # of an event
-            yield entry._replace(event=shift.event(entry.event))
+            case Kernel():
+                yield Kernel._make((*entry[:6], shift.storages(entry.reads), shift.storages(entry.writes), *entry[8:]))
+            case Allocate():
+                yield Allocate._make((shift.storage(entry.storage), *entry[1:]))
+            case Free():
+                yield Free(shift.storage(entry.storage))
+            case Collective():
+                reads, writes = shift.storages(entry.reads), shift.storages(entry.writes)
+                yield entry._replace(number=shift.number(entry.number), reads=reads, writes=writes)
+            case Message():
+                yield entry._replace(number=shift.number(entry.number), batch=shift.batch(entry.batch))
+            case Wait():
+                yield entry._replace(number=shift.number(entry.number))
+            case Copy() | HostKernel():
+                yield entry
+            case _:  # of an event
+                yield entry._replace(event=shift.event(entry.event))
 
 
 class _Shift:
