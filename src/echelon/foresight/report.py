@@ -135,8 +135,8 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         """Returns the figures as plain values: seconds, bytes, and shares from 0 to 1."""
-        played, fullest = self.played, self.memory[self.fullest]
-        accuracy, ranks = accuracy_of(played), range(played.world_size)
+        played, ranks = self.played, range(self.played.world_size)
+        accuracy = accuracy_of(played)
         return {
             "title": self.title,
             "gpu": played.device.name,
@@ -144,41 +144,55 @@ class Report:
             "hosts": list(played.cluster.hosts),
             "network": self.network,
             "roles": {str(rank): sum(played.classes[each] == rank for each in ranks) for rank in played.roles},
-            "step_seconds": played.seconds,
-            "tokens_per_second": self.tokens / played.seconds if self.tokens and played.seconds else None,
-            "mfu": played.mfu,
-            "bubble": played.bubble if played.bubbles else None,
-            "kernel_seconds": dict(self.played.slowest.kernel_seconds),
-            "other_kernel_seconds": dict(self.played.slowest.other_seconds),
-            "shares": self.played.slowest.shares._asdict(),
-            "exposed": [
-                {
-                    "group": name.group,
-                    "place": name.place,
-                    "modules": list(played.exposed_modules.get(name, ())),
-                    "seconds": seconds,
-                }
-                for name, seconds in played.exposed.items()
-            ],
-            "memory": {
-                "rank": self.fullest,
-                "live_peak": fullest.live_peak,
-                "reserved_peak": fullest.reserved_peak,
-                "needed_peak": fullest.needed_peak,
-                "limit": played.device.memory_bytes,
-                "kinds": dict(fullest.kinds_at_peak),
-                "uncounted": self.memory.uncounted(self.fullest),
-                "fits": self.fits,
-                "fits_narrowly": self.fits_narrowly,
-                "retries": fullest.retries,
-                "hosts": list(self.memory.of_hosts),
-            },
+            **self._json_of_time(),
+            "exposed": self._json_of_exposed(),
+            "memory": self._json_of_memory(),
             "problems": list(self.problems),
             "assumptions": list(self.assumptions),
             "skipped": list(self.skipped),
             "what_if": list(self.what_ifs),
-            "not_modelled": not_modelled(self.played),
+            "not_modelled": not_modelled(played),
             "accuracy": None if accuracy is None else accuracy._asdict() | {"unlike": unlike(played, accuracy)},
+        }
+
+    def _json_of_time(self) -> dict[str, object]:
+        played = self.played
+        return {
+            "step_seconds": played.seconds,
+            "tokens_per_second": self.tokens / played.seconds if self.tokens and played.seconds else None,
+            "mfu": played.mfu,
+            "bubble": played.bubble if played.bubbles else None,
+            "kernel_seconds": dict(played.slowest.kernel_seconds),
+            "other_kernel_seconds": dict(played.slowest.other_seconds),
+            "shares": played.slowest.shares._asdict(),
+        }
+
+    def _json_of_exposed(self) -> list[dict[str, object]]:
+        return [
+            {
+                "group": name.group,
+                "place": name.place,
+                "modules": list(self.played.exposed_modules.get(name, ())),
+                "seconds": seconds,
+            }
+            for name, seconds in self.played.exposed.items()
+        ]
+
+    def _json_of_memory(self) -> dict[str, object]:
+        rank = self.fullest
+        memory = self.memory[rank]
+        return {
+            "rank": rank,
+            "live_peak": memory.live_peak,
+            "reserved_peak": memory.reserved_peak,
+            "needed_peak": memory.needed_peak,
+            "limit": self.played.device.memory_bytes,
+            "kinds": dict(memory.kinds_at_peak),
+            "uncounted": self.memory.uncounted(rank),
+            "fits": self.fits,
+            "fits_narrowly": self.fits_narrowly,
+            "retries": memory.retries,
+            "hosts": list(self.memory.of_hosts),
         }
 
     def __rich__(self) -> RenderableType:
