@@ -378,53 +378,21 @@ class _Run:
         return Recording(rank, log, memory, routing, steps, placement, repeats)
 
     def _run_rank(self, rank: int) -> None:
-        torch.set_num_threads(1)  # as simulated ranks, which share a core
-        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # from a build without NCCL
-        if self._request.gpu is not None:  # not true of the mesh of GPUs, which one of CPUs represents
-            warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
-        world_size = len(self._request.hosts)
-        backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)
-        self._backends.append(backend)
-        if self._request.gpu is not None:
-            hosts = self._request.hosts
-            backend.device = torch.device("cuda", hosts[:rank].count(hosts[rank]))
+        """Runs the program on a rank, in the rank's thread, and keeps its trace."""
+        self._prepare_thread()
+        backend = self._backend(rank)
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            recording, timing = self._recording(rank), self._request.timing
-            log, steps, repeats = recording.log, recording.steps, recording.repeats
+            recording = self._recording(rank)
             until = Until(self._request.until) if self._request.until else None
             with provide(group), self.torch.rank(group), recorded(recording), ExitStack() as stack:
-                if timing is None:
-                    Modules(log, recording.placement).watch()
-                    stack.enter_context(taking_fake_tensors())
-                    stack.enter_context(recorded_tensors())
-                    stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
-                    stack.enter_context(Recorder(recording))
-                else:
-                    # A timed step collects its garbage as the program does by itself.
-                    gc.enable()
-                try:
-                    with until.watched(steps.finish) if until else nullcontext():
-                        self._request.call.run(group)
-                    steps.end_program()
-                except StepsDone:
-                    pass
-                except SystemExit as error:
-                    if error.code:
-                        raise
+                self._enter_modes(recording, stack)
+                self._run_program(group, recording.steps, until)
                 self.calls.at_exit(rank)
-            if until and not steps.num_done:
+            if until and not recording.steps.num_done:
                 raise until.missing(rank)
-            if steps.entries is None and repeats is not None and repeats.num_repeated:
-                raise NotRepeated  # no step was kept, of which the last microbatch had to run
-            if log.gpus.count > 1 and not log.gpus.named and dist.is_initialized():
-                log.assumptions.of(
-                    "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
-                )
-            self.traces[rank] = replace(steps.trace(rank, world_size), first_gpu=self._first_gpu(rank, log))
-            if self._request.keeps_calls:
-                self.answers[rank] = log.calls.of_all_steps()
+            self._keep(recording)
             self._world.returned.add(rank)
         except Ended:
             raise
@@ -432,13 +400,68 @@ class _Run:
             if not self._world.scheduler.is_ending:
                 self._errors[rank] = error
                 self._failures.append(describe(rank, error))
-                self._world.scheduler.is_ending = True
-                self._world.scheduler.cancel()
+                self._end_others()
         finally:
             self._num_left -= 1
             if self._num_left == 0:
-                self._world.scheduler.is_ending = True
-                self._world.scheduler.cancel()
+                self._end_others()
+
+    def _prepare_thread(self) -> None:
+        torch.set_num_threads(1)  # as simulated ranks, which share a core
+        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # from a build without NCCL
+        if self._request.gpu is not None:  # not true of the mesh of GPUs, which one of CPUs represents
+            warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
+
+    def _backend(self, rank: int) -> RecordingBackend:
+        hosts = self._request.hosts
+        backend = RecordingBackend(rank, len(hosts), self._world, DEFAULT_TIMEOUT, self._exchange)
+        self._backends.append(backend)
+        if self._request.gpu is not None:
+            backend.device = torch.device("cuda", hosts[:rank].count(hosts[rank]))
+        return backend
+
+    def _enter_modes(self, recording: Recording, stack: ExitStack) -> None:
+        """Enters the modes in which the program runs: on fake tensors unless its steps are timed."""
+        if self._request.timing is not None:
+            # A timed step collects its garbage as the program does by itself.
+            gc.enable()
+            return
+        Modules(recording.log, recording.placement).watch()
+        stack.enter_context(taking_fake_tensors())
+        stack.enter_context(recorded_tensors())
+        stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
+        stack.enter_context(Recorder(recording))
+
+    def _run_program(self, group: ProcessGroup, steps: Steps, until: Until | None) -> None:
+        """Runs the program until its last step has ended, or to its own end."""
+        try:
+            with until.watched(steps.finish) if until else nullcontext():
+                self._request.call.run(group)
+            steps.end_program()
+        except StepsDone:
+            pass
+        except SystemExit as error:
+            if error.code:
+                raise
+
+    def _keep(self, recording: Recording) -> None:
+        """Keeps the trace of a rank that has ended, and its calls if they are wanted."""
+        rank, log, steps, repeats = recording.rank, recording.log, recording.steps, recording.repeats
+        if steps.entries is None and repeats is not None and repeats.num_repeated:
+            raise NotRepeated  # no step was kept, of which the last microbatch had to run
+        if log.gpus.count > 1 and not log.gpus.named and dist.is_initialized():
+            log.assumptions.of(
+                "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
+            )
+        trace = steps.trace(rank, len(self._request.hosts))
+        self.traces[rank] = replace(trace, first_gpu=self._first_gpu(rank, log))
+        if self._request.keeps_calls:
+            self.answers[rank] = log.calls.of_all_steps()
+
+    def _end_others(self) -> None:
+        """Ends the ranks that have not ended yet."""
+        self._world.scheduler.is_ending = True
+        self._world.scheduler.cancel()
 
     def _first_gpu(self, rank: int, log: Log) -> tuple[int, str] | None:
         """Returns the number of a rank on its host, and the line that uses cuda:0, see `Trace.first_gpu`."""
