@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from echelon import EchelonError, LaunchError
-from echelon.foresight.memory import MemoryCurves
+from echelon.foresight.memory_curves import MemoryCurves
 from echelon.foresight.play.player import play
 from tests.helpers.traces import LINKS, PLAIN, Step
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from echelon.arguments import is_amount, is_count
 from echelon.errors import LaunchError
-from echelon.foresight.links import links
+from echelon.foresight.calibrate_links import links
 from echelon.foresight.play.device import Curve, Device
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.run import record

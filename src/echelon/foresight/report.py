@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from echelon.foresight.memory import MemoryCurves
+from echelon.foresight.memory_curves import MemoryCurves
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.trace import CONVOLUTIONS, GIB, Kernel
 from echelon.wording import counted

@@ -14,7 +14,7 @@ from echelon.foresight.advice import Advice, advice_on
 from echelon.foresight.calibrate import load, this_machine
 from echelon.foresight.check import Problem, check
 from echelon.foresight.measure import measured
-from echelon.foresight.memory import MemoryCurves
+from echelon.foresight.memory_curves import MemoryCurves
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.device import Device

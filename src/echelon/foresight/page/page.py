@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from echelon.foresight.memory import NAMES, TONES, Curve, highest, limit_text
+from echelon.foresight.memory_curves import NAMES, TONES, Curve, highest, limit_text
 from echelon.foresight.page.lanes import lanes_of
 from echelon.foresight.play.played import Played
 from echelon.foresight.report import Report, accuracy_of, accuracy_text, not_modelled, seconds_text, size_text

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from echelon.foresight.play.counterparts import Channel, Meeting
 from echelon.foresight.play.job import Job, Price
 from echelon.foresight.play.links import Link
-from echelon.foresight.play.roles import Channel, Meeting
 from echelon.foresight.trace import Communication, Trace
 
 
@@ -50,7 +50,7 @@ class Gatherings(Generic[_G]):
 
     def join(self, trace: Trace, entry: Communication) -> Joined[_G]:
         """Lets a role join the gathering of its call: to be called once for each entry, in order."""
-        encounter = self._job.matches.encounter(trace.rank, entry)
+        encounter = self._job.counterparts.encounter(trace.rank, entry)
         price = self._job.price(trace, entry)
         found = None if encounter is None else self._waiting.get(encounter.key)
         if found is None:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.collectives import Cost, cost_of
+from echelon.foresight.play.counterparts import Counterparts
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.links import Links, Shares
 from echelon.foresight.play.placements import Placements
 from echelon.foresight.play.played import Played, PlayedRole
 from echelon.foresight.play.program import Program, lower
-from echelon.foresight.play.roles import Roles
 from echelon.foresight.trace import Collective, Communication, Message, Trace
 
 _FEW_RANKS = 8
@@ -51,7 +51,7 @@ class Job:
         self.classes = classes
         self.device = device
         self.cluster = cluster
-        self.matches = Roles(traces, classes)
+        self.counterparts = Counterparts(traces, classes)
         self.links: Links[Any] = Links(cluster, classes)
         self._placements = Placements(cluster, classes)
         self._prices: dict[tuple[object, ...], Price] = {}

@@ -28,6 +28,7 @@ from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
 from echelon.foresight.play.cluster import Cluster
+from echelon.foresight.play.counterparts import Channel, deadlock, waiting_text
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.gatherings import Gatherings
 from echelon.foresight.play.job import Job, Price
@@ -35,7 +36,6 @@ from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, CopySpan, Played, PlayedRole, RunSpan
 from echelon.foresight.play.processors import play_on_processors
 from echelon.foresight.play.program import Await, HostAwait, HostRun, Mark, Post, Program, Run, Transfer
-from echelon.foresight.play.roles import Channel, deadlock, waiting_text
 from echelon.foresight.trace import DEFAULT_STREAM, Message, Trace
 
 
@@ -219,7 +219,7 @@ class _Player:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._device = job.device
-        self._matches = job.matches
+        self._counterparts = job.counterparts
         self._roles = {rank: _Role(rank, program) for rank, program in job.programs.items()}
         self._gatherings = Gatherings(job, lambda missing, price: _Gathering(0.0, 0.0, missing, price))
         self._arrivals: dict[tuple[Channel, bool, int], float] = {}
@@ -481,7 +481,7 @@ class _Player:
             taken = _Taken(role, 1.0 - self._communication_share * price.cost.blocks)
             gathering.taken.append(taken)
             self._at(begin, _TAKE, self._take, taken)
-        followed = self._matches.followed(role.rank, entry) if is_alone and isinstance(entry, Message) else None
+        followed = self._counterparts.followed(role.rank, entry) if is_alone and isinstance(entry, Message) else None
         # A message whose other side meets another rank starts with that side.
         if followed is not None:
             assert isinstance(entry, Message)
@@ -497,7 +497,7 @@ class _Player:
 
     def _arrive(self, role: _Role, message: Message, begin: float) -> None:
         """Notes that a side of a message has arrived, for the messages that follow it."""
-        channel = self._matches.channel_of(role.rank, message)
+        channel = self._counterparts.channel_of(role.rank, message)
         key = channel, message.is_send, _count(role, ("arrive", channel, message.is_send))
         self._arrivals[key] = begin
         for gathering in self._followers.pop(key, ()):

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
+from echelon.foresight.play.counterparts import deadlock, waiting_text
 from echelon.foresight.play.gatherings import Gatherings
 from echelon.foresight.play.job import Job, Price
 from echelon.foresight.play.links import Link
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
 from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run
-from echelon.foresight.play.roles import deadlock, waiting_text
 from echelon.foresight.trace import DEFAULT_STREAM, Trace
 
 _EPSILON = 1e-15

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
@@ -23,7 +23,7 @@ from echelon.foresight.record.segments import Counters
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
 
 
-class Counter:
+class Numbering:
     """Function that returns 1, 2, 3 and so on. `next` can be set."""
 
     __slots__ = ("next",)
@@ -87,14 +87,14 @@ class Log:
         """Files that the program believes it has written."""
         self.pending: dict[int, int] = {}
         """Functional collectives that nothing waits for yet: their numbers, by the storage of the result."""
-        self.new_storage, self.new_event, self.new_number, self._new_batch = (Counter() for _ in range(4))
-        self.new_stream = Counter()
+        self.new_storage, self.new_event, self.new_number, self._new_batch = (Numbering() for _ in range(4))
+        self.new_stream = Numbering()
         self.num_exchanged = 0
         """Collectives and messages so far whose real values ranks have exchanged."""
         self.num_of_all = 0
         """Number of collectives of all ranks so far. A call that consists of two counts twice, on every rank."""
         self._batch, self._num_left_in_batch = -1, 0
-        self._num_groups: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._num_groups: Counter[tuple[int, ...]] = Counter()
         self._place_of: dict[tuple[CodeType, int], int] = {}
         self._marks: list[_Mark] = [_Mark(0, -1, is_compiled=False)]
         """A mark whenever a module is entered or left."""

@@ -35,7 +35,7 @@ from echelon._torch_versions import REPEATS_NAMES, missing
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
-from echelon.foresight.record.segments import Counters, Place, Segment, moved
+from echelon.foresight.record.segments import Counters, MovedSegment, Segment, moved
 from echelon.foresight.trace import Entry, Free
 
 _TENSOR = object()
@@ -328,7 +328,7 @@ class Repeats:
             (each.form, each.requires_grad) for each in call.outputs
         ]:
             return False
-        again = moved(former.written, [Place(former.written, call.begin.counters)], _storages(former, call))
+        again = moved(former.written, [MovedSegment(former.written, call.begin.counters)], _storages(former, call))
         return _is_equal(former.written, again, call.written)
 
     @contextmanager
@@ -434,7 +434,7 @@ class Repeats:
         self._alone = None if former.is_steady else call
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         by_number = dict(zip(call.inputs, tensors, strict=True))
-        place = Place(former.written, call.begin.counters)
+        place = MovedSegment(former.written, call.begin.counters)
         for entry in moved(former.written, [place], _storages(former, call)):
             if type(entry) is Free and entry.storage in by_number:
                 self._memory.disown(by_number[entry.storage])
@@ -554,7 +554,7 @@ def _moved_backward(
     """
     states = (former.storages, state) if former.call.is_steady else None
     storages = _storages(former.call, call, states) | {former.gradient: gradient}
-    places = [Place(former.call.written, call.begin.counters), Place(former.segment, begin)]
+    places = [MovedSegment(former.call.written, call.begin.counters), MovedSegment(former.segment, begin)]
     return moved(former.segment, places, storages)
 
 

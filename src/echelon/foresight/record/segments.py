@@ -48,14 +48,14 @@ class Segment(NamedTuple):
         return {each.storage for each in self.entries if type(each) is Free}
 
 
-class Place(NamedTuple):
+class MovedSegment(NamedTuple):
     """Segment that is moved, and the counters where its copy begins."""
 
     segment: Segment
     begin: Counters
 
 
-def moved(segment: Segment, places: Iterable[Place], storages: Mapping[int, int]) -> Iterator[Entry]:
+def moved(segment: Segment, places: Iterable[MovedSegment], storages: Mapping[int, int]) -> Iterator[Entry]:
     """Yields the entries of a segment with the numbers of another place.
 
     Args:
@@ -89,7 +89,7 @@ def moved(segment: Segment, places: Iterable[Place], storages: Mapping[int, int]
 class _Shift:
     """Numbers of a segment, moved to another place."""
 
-    def __init__(self, places: tuple[Place, ...], storages: Mapping[int, int]) -> None:
+    def __init__(self, places: tuple[MovedSegment, ...], storages: Mapping[int, int]) -> None:
         self._places = places
         self._storages: dict[int, int] = dict(storages)
         self._known: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}

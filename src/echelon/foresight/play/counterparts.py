@@ -47,7 +47,7 @@ class Encounter(NamedTuple):
     """The member that calls."""
 
 
-class Roles:
+class Counterparts:
     """Counterparts of each role."""
 
     def __init__(self, traces: Mapping[int, Trace], classes: Mapping[int, int] | Sequence[int]) -> None:
