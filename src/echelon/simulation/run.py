@@ -23,6 +23,7 @@ from echelon.group.group import ProcessGroup
 from echelon.launch.call import OF_OTHER_LAUNCHERS, RankCall, check_no_keywords, rank_call
 from echelon.launch.init import provide
 from echelon.launch.report import RankFailure, describe, first_cause
+from echelon.replacements import replaced
 from echelon.simulation import watchdog
 from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.called_lines import notes_of
@@ -190,11 +191,10 @@ def simulate(
             with (
                 rarer_collections(),
                 on_one_core(),
-                without_locks(),
-                children_with_environment(world.scheduler.is_running_here),
+                replaced([*without_locks(), *children_with_environment(world.scheduler.is_running_here)]),
                 run.torch.installed(),
                 run.calls.replaced(),
-                world.resizes_counted(),
+                replaced(world.resizes_counted()),
                 compiled_for_ranks(world.scheduler.rank_here, world_size),
                 patches.noted(),
             ):

@@ -22,6 +22,7 @@ from echelon.backends.work import Work
 from echelon.call_site import Place, calling_place, line_of, source_of
 from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.operation_records import FlightRecorder
+from echelon.replacements import Replacement
 from echelon.simulation.called_lines import CalledLines
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan, Kill
@@ -193,9 +194,9 @@ class World:
         """Inside, the memory of new tensors of a rank is counted, if the simulation has `memory=True`."""
         return self.memory_meters[rank] if self.memory_meters else nullcontext()
 
-    def resizes_counted(self) -> AbstractContextManager[object]:
-        """Inside, storages that ranks resize count with their new size, if the simulation has `memory=True`."""
-        return resizes_counted(self._memory_meter_here) if self.memory_meters else nullcontext()
+    def resizes_counted(self) -> list[Replacement]:
+        """Lets storages that ranks resize count with their new size, if the simulation has `memory=True`."""
+        return resizes_counted(self._memory_meter_here) if self.memory_meters else []
 
     def _memory_meter_here(self) -> MemoryMeter | None:
         rank = self.scheduler.rank_here()

@@ -55,6 +55,7 @@ from echelon.interop.torch_distributed import make_group
 from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
 from echelon.launch.report import RankFailure, describe, first_cause
+from echelon.replacements import replaced
 from echelon.simulation.deadlock import explain
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.network import link_function
@@ -188,15 +189,14 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
                 rarer_collections(),
                 _collected_by_hand(),
                 on_one_core(),
-                without_locks(),
+                replaced(without_locks()),
                 run.torch.installed(),
                 run.calls.replaced(),
                 device_names(max(Counter(request.hosts).values()), request.gpu),
                 steps_noted(),
                 no_writes(run.saved, allow_files=request.allow_writes),
-                not_compiled(),
-                exported_unrecorded(),
-                nullcontext() if request.full or not can_repeat() else microbatches_repeated(),
+                replaced([*not_compiled(), *exported_unrecorded()]),
+                replaced([] if request.full or not can_repeat() else microbatches_repeated()),
                 patches.noted(),
             ):
                 return run.run()
