@@ -28,7 +28,7 @@ from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan, Kill
 from echelon.simulation.meeting import AwaitedReceive, Hall, MeetingMailbox
 from echelon.simulation.memory import MemoryMeter, resizes_counted
-from echelon.simulation.network import Network, Traffic
+from echelon.simulation.network import Network, Traffic, link_function
 from echelon.simulation.prices import Prices
 from echelon.simulation.process.state import RankStates
 from echelon.simulation.record import Event, Recorder
@@ -90,18 +90,35 @@ class World:
 
     def __init__(
         self,
-        world_size: int,
-        seed: int,
-        link: Callable[[int, int], Network],
-        faults: FaultPlan,
-        cost: StepCost | None,
-        meter: Meter | None,
-        measures_memory: bool,
         hosts: tuple[int, ...],
-        late_sends: bool,
-        is_instant: bool,
-        follows_plans: bool,
+        *,
+        seed: int = 0,
+        link: Callable[[int, int], Network] | None = None,
+        faults: FaultPlan | None = None,
+        cost: StepCost | None = None,
+        meter: Meter | None = None,
+        measures_memory: bool = False,
+        late_sends: bool = False,
+        is_instant: bool = True,
+        follows_plans: bool = False,
     ) -> None:
+        """Makes a world at time 0.
+
+        Args:
+            hosts: number of each rank's host.
+            seed: seed of the order of events at the same time.
+            link: network between two ranks. None: messages take no time.
+            faults: faults. None: there are none.
+            cost: cost of a rank's step. None: steps take no time.
+            meter: meter of the time that steps take here. None: it is not measured.
+            measures_memory: whether the memory of each rank's tensors is counted.
+            late_sends: whether a send is done only after all that can happen at the time of its arrival.
+            is_instant: whether messages take no time.
+            follows_plans: whether reductions combine values in the order of their plan, not of the ranks.
+        """
+        world_size = len(hosts)
+        link = link or link_function(None, world_size)
+        faults = faults or FaultPlan((), world_size, has_costs=False)
         # The one source of order between events at the same time: one seed gives one run.
         self.scheduler = Scheduler(random.Random(seed).random)
         self.clock = self.scheduler.clock
