@@ -15,11 +15,11 @@ from echelon.backends.collective import (
     Collective,
     CollectiveExecutor,
     Run,
+    UniformExecutor,
     wait_and_look,
 )
 from echelon.backends.delivery import ANY, disagreement
 from echelon.backends.formats.wire import Tag, readable, signed
-from echelon.backends.memory import new_tensor
 from echelon.backends.modes import overwrite
 from echelon.collectives.calls.plan_executor import PlanExecutor, PlannedExecutor, choose
 from echelon.collectives.plans.select import SIZED
@@ -50,7 +50,7 @@ class SeatWork(VirtualWork[None]):
         return self._meeting.awaited_by(self._rank)
 
 
-class WholeExecutor(PlannedExecutor):
+class WholeExecutor(UniformExecutor, PlannedExecutor):
     """Collectives of one group on one rank, each played as one event."""
 
     def __init__(self, backend: VirtualBackend, boundary: Boundary, hall: Hall, context: int) -> None:
@@ -62,13 +62,6 @@ class WholeExecutor(PlannedExecutor):
         self._world = backend.world
         self._mailbox = backend.world.mailboxes[backend.rank]
         self._lines = backend.world.lines_of(context, hall.ranks)
-
-    def prepare(self, collective: Collective) -> Run:  # noqa: D102
-        if collective.op:
-            _ = collective.reduction  # raises now, before the collective has a number
-        if collective.kind == "empty":
-            return _empty(collective)
-        return partial(self._run, collective)
 
     def _run(self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None) -> Any:
         kind = "broadcast" if collective.kind == "broadcast_rows" else collective.kind
@@ -211,10 +204,3 @@ def backend_of(collectives: Collectives, order: Order) -> Callable[[int, int, Wo
     if collectives == "whole":
         return WholeBackend
     return RankOrderBackend if order == "shm" else VirtualBackend
-
-
-def _empty(collective: Collective) -> Run:
-    assert collective.shape is not None
-    assert collective.dtype is not None
-    shape, dtype = tuple(collective.shape), collective.dtype
-    return lambda *_: new_tensor(shape, dtype)
