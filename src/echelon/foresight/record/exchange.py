@@ -37,7 +37,7 @@ from echelon.foresight.trace import Group, RecordEvent, WaitEvent
 from echelon.operation_records import OperationRecord
 from echelon.pipeline.run.agreement import STAGES
 from echelon.simulation.backend import VirtualBackend, VirtualLanes
-from echelon.simulation.boundary import Passage, VirtualWork
+from echelon.simulation.boundary import Activity, VirtualWork
 from echelon.simulation.meeting import FROM_ROOT
 from echelon.simulation.values import Calls, result_of, snapshot
 from echelon.simulation.world import World
@@ -225,7 +225,7 @@ class ExchangeExecutor(UniformExecutor):
         backend = self._backend
         work: VirtualWork[None] = VirtualWork(
             backend.boundary,
-            Passage("collective with", peer, Tag(self._context, record.sequence)),
+            Activity("collective with", peer, Tag(self._context, record.sequence)),
             backend.timeout,
             peer,
             record.operation,
