@@ -10,7 +10,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from types import FrameType
+from itertools import dropwhile
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ import torch.library
 from torch.library import Library
 
 from echelon._torch_private.tensors import destroy_library
-from echelon.call_site import is_foreign
+from echelon.call_site import is_foreign, outwards
 from echelon.replacements import Replacement, calling
 
 Rank: TypeAlias = Callable[[], int | None]
@@ -107,13 +107,8 @@ class Operators:
 
     def _is_for_simulation(self) -> bool:
         """Whether the calling code makes a library that is of no use after the simulation."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
-            frame = frame.f_back
-        if frame is None or is_foreign(frame.f_code.co_filename):
+        callers = (each.f_code for each in outwards(sys._getframe(1)))
+        codes = list(dropwhile(lambda code: code.co_filename.startswith(_BETWEEN), callers))
+        if not codes or is_foreign(codes[0].co_filename):
             return False  # of an installed package, which stays
-        while frame is not None and not self._has_own_modules:
-            if frame.f_code.co_name == "<module>":
-                return False
-            frame = frame.f_back
-        return True
+        return self._has_own_modules or all(code.co_name != "<module>" for code in codes)
