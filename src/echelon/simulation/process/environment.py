@@ -1,4 +1,4 @@
-"""Environment variables and attributes of modules, of which each simulated rank has its own."""
+"""Environment variables, working folder and attributes of modules, of which each simulated rank has its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from echelon.replacements import Replacement, calling
@@ -82,6 +83,27 @@ class Environment(State):
                 os.putenv(name, outside[name])
             else:
                 os.unsetenv(name)
+
+
+class WorkingFolder(State):
+    """Working folder. Threads that are no ranks see that of the rank whose program runs."""
+
+    def __init__(self) -> None:
+        self._outside = self.take()
+
+    def first(self, rank: int) -> str:  # noqa: ARG002, D102
+        return self._outside
+
+    def take(self) -> str:  # noqa: D102
+        try:
+            return os.getcwd()
+        except FileNotFoundError:  # it was removed
+            return ""
+
+    def put(self, state: str) -> None:  # noqa: D102
+        if state and state != self.take():
+            with suppress(FileNotFoundError):
+                os.chdir(state)
 
 
 def children_with_environment(is_rank: Callable[[], bool]) -> list[Replacement]:

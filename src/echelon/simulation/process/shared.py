@@ -8,14 +8,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from echelon.errors import LaunchError
-from echelon.replacements import replaced
-from echelon.simulation.process.cached_property import without_locks
+from echelon.replacements import Replacement, replaced
 from echelon.simulation.process.calls import ProcessCalls
 from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
 from echelon.simulation.process.library_state import LibraryState, Settings, shared_collections
@@ -91,7 +90,7 @@ class SharedProcess:
                 for each in (
                     _rarer_collections(),
                     on_one_core(),
-                    replaced(without_locks()),
+                    replaced(_without_locks()),
                     self.torch.installed(),
                     self.calls.replaced(),
                     *contexts,
@@ -137,3 +136,20 @@ def _rarer_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def _without_locks() -> list[Replacement]:
+    """Lets `functools.cached_property` compute without its lock.
+
+    Python 3.11 has one lock for a property of all objects of a class. A rank that communicates in the property, as
+    Transformers' `TrainingArguments` does, would hold it over its wait. Python 3.12 has none.
+    """
+    if sys.version_info >= (3, 12):
+        return []
+    # A property of the class comes before the attribute of the same name that each cached property has.
+    lock = property(lambda _: nullcontext(), _keep_lock)
+    return [Replacement(functools.cached_property, "lock", lambda _: lock, may_be_missing=True)]
+
+
+def _keep_lock(cached: Any, lock: object) -> None:
+    cached.__dict__["lock"] = lock
