@@ -32,6 +32,7 @@ from echelon._torch_versions import (
 )
 from echelon.cli import main
 from echelon.doctor import checkup
+from echelon.replacements import replaced
 
 ROOT = Path(__file__).parents[1]
 NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP1_NAMES + FSDP2_NAMES + REPEATS_NAMES + COMPILED_NAMES + FLEX_NAMES
@@ -54,6 +55,8 @@ def private_names_used():
                 found |= {part for part in modules if part.startswith("_")} | names
         elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and not is_own(node):
             found.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Replacement":
+            found |= {name for name in (node.args[1].value,) if re.match("_[^_]", name)}
         elif isinstance(node, ast.FunctionDef) and node.name == "_should_skip_dynamo":
             found.add(node.name)  # overridden: torch asks for it
     return found | {"GroupName"}  # the type of a private function's argument
@@ -114,7 +117,7 @@ def test_what_needs_no_torch_is_there_all_the_same(newer_torch, capsys):
 
 def test_without_the_names_of_fsdp1_other_programs_are_foreseen(monkeypatch):
     monkeypatch.delattr("torch.distributed.fsdp._init_utils._get_compute_device")
-    with devices_as_on_gpu():
+    with replaced(devices_as_on_gpu()):
         assert torch._C._get_accelerator() == torch.device("cuda")
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import TypeAlias
 
@@ -107,6 +108,14 @@ def with_line(operation: object) -> str:
     return f"{operation}{line and f' at {line}'}"
 
 
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame, its caller, and so on."""
+    # Slower than a loop, which functions have that are called with each operation.
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def calling_place(depth: int = 1) -> Place | None:
     """Returns the innermost call site in the user's code that led here. None if there is none.
 
@@ -150,13 +159,12 @@ def may_run_in_other_threads(ident: int) -> bool:
 def _may_run_code(frame: FrameType | None) -> bool:
     """Whether a thread runs the user's code, or waits in the standard library, which may call it later."""
     is_of_package = False
-    while frame is not None:
-        path = frame.f_code.co_filename
+    for each in outwards(frame):
+        path = each.f_code.co_filename
         if not kind_of(path):
             return True
         # Packages have threads of their own, such as that of a progress bar. They call no code of the user.
-        is_of_package = is_of_package or _is_of_package(path) or path.endswith(_IDLE.get(frame.f_code.co_name, "\0"))
-        frame = frame.f_back
+        is_of_package = is_of_package or _is_of_package(path) or path.endswith(_IDLE.get(each.f_code.co_name, "\0"))
     return not is_of_package
 
 

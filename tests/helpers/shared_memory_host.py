@@ -20,7 +20,7 @@ import types
 import torch
 
 from echelon.backends.connect.members import Member
-from echelon.backends.connect.rendezvous import World
+from echelon.backends.connect.rendezvous import ConnectedRanks
 from echelon.backends.formats import message_layout
 from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.backends.formats.wire import Tag
@@ -342,8 +342,8 @@ def _backend(host, at, max_unclaimed_bytes, has_cores):
     host.rank = at.number
     backend = tcp_backend.TcpBackend.__new__(tcp_backend.TcpBackend)
     members = tuple(Member(rank, "10.0.0.1", 1, 1, "a machine") for rank in range(2))
-    world = World(members, {1 - at.number: Socket(at.number)})
-    backend._open(at.number, 2, FOR_EVER, world, 1 << 30, max_unclaimed_bytes)
+    connected = ConnectedRanks(members, {1 - at.number: Socket(at.number)})
+    backend._open(at.number, 2, FOR_EVER, connected, 1 << 30, max_unclaimed_bytes)
     backend._has_cores = has_cores
     peer = 1 - at.number
     sending = sender.RingSender(at, peer)

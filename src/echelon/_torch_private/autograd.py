@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
+
+from echelon.replacements import Replacement
 
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
@@ -111,25 +113,22 @@ class Backward(NamedTuple):
     """Whether gradients of its gradients can be computed, as with `create_graph=True` and in `torch.func.grad`."""
 
 
-@contextmanager
-def backward_with(mode: Callable[[Backward], AbstractContextManager[object]]) -> Iterator[None]:
-    """Inside, each backward runs in a context, which `mode` returns.
+def backward_with(mode: Callable[[Backward], AbstractContextManager[object]]) -> list[Replacement]:
+    """Makes each backward run in a context, which `mode` returns.
 
     torch itself leaves function modes during a backward.
     """
-    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def run(tensors: Any, *args: Any, **options: Any) -> Any:
-        # args: gradients, whether the graph is kept, whether one is made, and the inputs if not all leaves are meant.
-        is_whole = not any(args[1:4]) and bool(options.get("accumulate_grad"))
-        with mode(Backward(is_whole, makes_graph=bool(args[2]))):
-            return original(tensors, *args, **options)
+    def running(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tensors: Any, *args: Any, **options: Any) -> Any:
+            # args: gradients, whether the graph is kept, whether one is made, the inputs if not all leaves are meant.
+            is_whole = not any(args[1:4]) and bool(options.get("accumulate_grad"))
+            with mode(Backward(is_whole, makes_graph=bool(args[2]))):
+                return original(tensors, *args, **options)
 
-    torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined]
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+        return run
+
+    return [Replacement(torch.autograd, "_engine_run_backward", running)]
 
 
 def register_first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import CO_OPTIMIZED, currentframe
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # public
 from torch.distributed.distributed_c10d import GroupName
 
 from echelon._torch_versions import FSDP2_NAMES, missing
+from echelon.replacements import Replacement
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
@@ -33,69 +34,49 @@ __all__ = ["DistributedBackendOptions", "register_work"]
 # writes.
 
 
-@contextmanager
-def objects_packed_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, collectives of Python objects turn them into tensors, and back, by wrappers of torch's own functions."""
-    module: Any = dist.distributed_c10d
-    pack, unpack = module._object_to_tensor, module._tensor_to_object
-    module._object_to_tensor, module._tensor_to_object = wrap(pack), wrap(unpack)
-    try:
-        yield
-    finally:
-        module._object_to_tensor, module._tensor_to_object = pack, unpack
+def objects_packed_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
+    """Lets collectives of Python objects turn them into tensors, and back, by wrappers of torch's own functions."""
+    module = dist.distributed_c10d
+    return [Replacement(module, "_object_to_tensor", wrap), Replacement(module, "_tensor_to_object", wrap)]
 
 
-@contextmanager
-def batches_noted(note: Callable[[int], None]) -> Iterator[None]:
-    """Inside, `batch_isend_irecv` first calls `note` with the number of its messages.
+def batches_noted(note: Callable[[int], None]) -> list[Replacement]:
+    """Lets `batch_isend_irecv` first call `note` with the number of its messages.
 
     A replacement of the public function would not be found by programs that have imported it by its name.
     """
-    module: Any = dist.distributed_c10d
-    check = module._check_p2p_op_list
 
-    def noted(operations: Any) -> None:
-        check(operations)
-        note(len(operations))
+    def noting(check: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noted(operations: Any) -> None:
+            check(operations)
+            note(len(operations))
 
-    module._check_p2p_op_list = noted
-    try:
-        yield
-    finally:
-        module._check_p2p_op_list = check
+        return noted
+
+    return [Replacement(dist.distributed_c10d, "_check_p2p_op_list", noting)]
 
 
-@contextmanager
-def chunks_noted(note: Callable[[torch.nn.Module, int], None]) -> Iterator[None]:
-    """Inside, stages of torch's pipelines call `note` with their module and the microbatches of a step.
+def chunks_noted(note: Callable[[torch.nn.Module, int], None]) -> list[Replacement]:
+    """Lets stages of torch's pipelines call `note` with their module and the microbatches of a step.
 
     They do so before each forward. torch tells a schedule's number of microbatches nowhere else.
     """
-    stage: Any = import_module("torch.distributed.pipelining.stage")._PipelineStageBase
-    forward = stage.forward_one_chunk
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.chunks is not None:
-            note(self.submod, self.chunks)
-        return forward(self, *args, **kwargs)
+    def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.chunks is not None:
+                note(self.submod, self.chunks)
+            return forward(self, *args, **kwargs)
 
-    stage.forward_one_chunk = noted
-    try:
-        yield
-    finally:
-        stage.forward_one_chunk = forward
+        return noted
+
+    stage = import_module("torch.distributed.pipelining.stage")._PipelineStageBase
+    return [Replacement(stage, "forward_one_chunk", noting)]
 
 
-@contextmanager
-def ddp_checks_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, DDP compares the shapes of parameters between ranks by a wrapper of its own function in C++."""
-    module: Any = dist
-    original = module._verify_params_across_processes
-    module._verify_params_across_processes = wrap(original)
-    try:
-        yield
-    finally:
-        module._verify_params_across_processes = original
+def ddp_checks_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
+    """Lets DDP compare the shapes of parameters between ranks by a wrapper of its own function in C++."""
+    return [Replacement(dist, "_verify_params_across_processes", wrap)]
 
 
 def all_gather_into(group: dist.ProcessGroup, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
@@ -156,22 +137,19 @@ GROUP_GLOBALS = ("_world", "_backend", "_default_pg_init_method")
 """Names of `distributed_c10d`'s globals about the process groups. Some versions of torch lack the later two."""
 
 
-@contextmanager
 def groups_made_by(
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]], barrier: Callable[..., None]
-) -> Iterator[None]:
-    """Inside, torch makes every process group by a wrapper of its own function.
+) -> list[Replacement]:
+    """Lets torch make every process group by a wrapper of its own function.
 
     `init_process_group`, `new_group` and DeviceMesh all call that function, which has no public name. `barrier`
     replaces the barrier over the store that some settings add.
     """
     module = dist.distributed_c10d
-    make, store_barrier = module._new_process_group_helper, module._store_based_barrier
-    module._new_process_group_helper, module._store_based_barrier = wrap(make), barrier
-    try:
-        yield
-    finally:
-        module._new_process_group_helper, module._store_based_barrier = make, store_barrier
+    return [
+        Replacement(module, "_new_process_group_helper", wrap),
+        Replacement(module, "_store_based_barrier", lambda _: barrier),
+    ]
 
 
 def is_done(future: torch.futures.Future[Any]) -> bool:
@@ -183,11 +161,10 @@ _NativeFuture: Any = torch._C.Future
 _is_done: Callable[[Any], bool] = _NativeFuture.done
 
 
-@contextmanager
 def futures_that_wait_by(
     wait_first: Callable[[torch.futures.Future[Any]], None], look_first: Callable[[torch.futures.Future[Any]], None]
-) -> Iterator[None]:
-    """Inside, Python code that asks an unfinished future calls `wait_first` or `look_first` before.
+) -> list[Replacement]:
+    """Lets Python code that asks an unfinished future call `wait_first` or `look_first` before.
 
     C++ makes futures of a private class, such as those of DDP's buckets, on which a wait blocks in C++.
 
@@ -195,23 +172,21 @@ def futures_that_wait_by(
         wait_first: called with the future by a wait for it.
         look_first: likewise, by `done`.
     """
-    original = _NativeFuture.wait
 
-    def wait(self: torch.futures.Future[Any]) -> Any:
-        if not _is_done(self):
-            wait_first(self)
-        return original(self)
+    def asking_first(
+        ask: Callable[[torch.futures.Future[Any]], None], original: Callable[..., Any]
+    ) -> Callable[[torch.futures.Future[Any]], Any]:
+        def call(self: torch.futures.Future[Any]) -> Any:
+            if not _is_done(self):
+                ask(self)
+            return original(self)
 
-    def done(self: torch.futures.Future[Any]) -> bool:
-        if not _is_done(self):
-            look_first(self)
-        return _is_done(self)
+        return call
 
-    _NativeFuture.wait, _NativeFuture.done = wait, done
-    try:
-        yield
-    finally:
-        _NativeFuture.wait, _NativeFuture.done = original, _is_done
+    return [
+        Replacement(_NativeFuture, "wait", partial(asking_first, wait_first)),
+        Replacement(_NativeFuture, "done", partial(asking_first, look_first)),
+    ]
 
 
 @contextmanager
@@ -228,31 +203,29 @@ def groups_of_each_thread() -> Iterator[None]:
         isolate(False)
 
 
-@contextmanager
-def defaults_without_group() -> Iterator[None]:
-    """Inside, a module of torch that is imported gets None for `group.WORLD`, which means the default group.
+def defaults_without_group() -> list[Replacement]:
+    """Lets a module of torch that is imported get None for `group.WORLD`, which means the default group.
 
     torch.distributed.nn evaluates `def all_reduce(tensor, group=group.WORLD)` at its import. Simulated ranks share the
     module, so all of them would get the group of the rank that imports it first.
     """
-    meta: Any = dist.distributed_c10d._WorldMeta  # the class of `group`, since `WORLD` is a property of a class
-    original = meta.WORLD
 
-    def world(cls: object) -> Any:
-        here = currentframe()
-        assert here is not None
-        assert here.f_back is not None
-        frame = here.f_back
-        is_function = frame.f_code.co_flags & CO_OPTIMIZED  # bodies of modules and classes are not optimised
-        if not is_function and frame.f_globals.get("__name__", "").startswith("torch."):
-            return None
-        return original.fget(cls)
+    def without_group(original: property) -> property:
+        def world(cls: object) -> Any:
+            here = currentframe()
+            assert here is not None
+            assert here.f_back is not None
+            frame = here.f_back
+            is_function = frame.f_code.co_flags & CO_OPTIMIZED  # bodies of modules and classes are not optimised
+            if not is_function and frame.f_globals.get("__name__", "").startswith("torch."):
+                return None
+            assert original.fget is not None
+            return original.fget(cls)
 
-    meta.WORLD = property(world, original.fset)
-    try:
-        yield
-    finally:
-        meta.WORLD = original
+        return property(world, original.fset)
+
+    # The class of `group`, since `WORLD` is a property of a class.
+    return [Replacement(dist.distributed_c10d._WorldMeta, "WORLD", without_group)]
 
 
 def forget_groups_of_thread() -> None:

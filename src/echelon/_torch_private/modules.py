@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon._torch_private.tensors import FakeTensor
 from echelon._torch_versions import COMPILED_NAMES, FLEX_NAMES, FSDP1_NAMES, missing
+from echelon.replacements import Replacement, replaced
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,75 +56,53 @@ def precision_of(backend: str, operation: str) -> str:
     return found
 
 
-@contextmanager
-def precisions_set_by(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
-    """Inside, torch sets a precision of float32 by a wrapper of its own function of backend, operation and value."""
-    native: Any = torch._C
-    original = native._set_fp32_precision_setter
-    native._set_fp32_precision_setter = wrap(original)
-    try:
-        yield
-    finally:
-        native._set_fp32_precision_setter = original
+def precisions_set_by(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> list[Replacement]:
+    """Lets torch set a precision of float32 by a wrapper of its own function of backend, operation and value."""
+    return [Replacement(torch._C, "_set_fp32_precision_setter", wrap)]
 
 
-@contextmanager
-def devices_as_on_gpu() -> Iterator[None]:
-    """Inside, torch finds an accelerator, "cuda", and FSDP1 computes on the CPU in its place.
+def devices_as_on_gpu() -> list[Replacement]:
+    """Lets torch find an accelerator, "cuda", and FSDP1 compute on the CPU in its place.
 
     Both are found by private functions. FSDP1 compares the device that it has found with that of its tensors, and
     refuses tensors of the CPU where it would broadcast them.
     """
-    find_accelerator = torch._C._get_accelerator
-    torch._C._get_accelerator = lambda *_: torch.device("cuda")
-    try:
-        with _fsdp1_on_cpu():
-            yield
-    finally:
-        torch._C._get_accelerator = find_accelerator
-
-
-@contextmanager
-def _fsdp1_on_cpu() -> Iterator[None]:
+    found = [Replacement(torch._C, "_get_accelerator", lambda _: lambda *_: torch.device("cuda"))]
     if missing(FSDP1_NAMES):
-        yield
-        return
-    init: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
-    find, check = init._get_compute_device, init._check_module_states_for_sync_module_states
+        return found
+    init = importlib.import_module("torch.distributed.fsdp._init_utils")
+    return [
+        *found,
+        Replacement(init, "_get_compute_device", _on_cpu),
+        Replacement(init, "_check_module_states_for_sync_module_states", lambda _: lambda _: None),
+    ]
 
+
+def _on_cpu(find: Callable[..., torch.device]) -> Callable[..., torch.device]:
     def compute_device(*args: Any, **kwargs: Any) -> torch.device:
-        device: torch.device = find(*args, **kwargs)
+        device = find(*args, **kwargs)
         return torch.device("cpu") if device.type == "cuda" else device
 
-    init._get_compute_device = compute_device
-    init._check_module_states_for_sync_module_states = lambda _: None
-    try:
-        yield
-    finally:
-        init._get_compute_device, init._check_module_states_for_sync_module_states = find, check
+    return compute_device
 
 
-@contextmanager
 def offloaded_parameters_by(
     gather: Callable[[Callable[..., bool]], Callable[..., bool]],
     begin: Callable[[Callable[..., None]], Callable[..., None]],
-) -> Iterator[None]:
-    """Inside, FSDP1 prepares a flat parameter by wrappers of its private methods, which compare devices of tensors.
+) -> list[Replacement]:
+    """Lets FSDP1 prepare a flat parameter by wrappers of its private methods, which compare devices of tensors.
 
     Args:
         gather: wraps the method before the parameter is gathered, which moves an offloaded one to the GPU.
         begin: wraps the method before the backward pass, which drops a gradient on the host.
     """
     if missing(FSDP1_NAMES):
-        yield
-        return
-    handle: Any = importlib.import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
-    before_gathering, before_backward = handle.pre_unshard, handle.prepare_gradient_for_backward
-    handle.pre_unshard, handle.prepare_gradient_for_backward = gather(before_gathering), begin(before_backward)
-    try:
-        yield
-    finally:
-        handle.pre_unshard, handle.prepare_gradient_for_backward = before_gathering, before_backward
+        return []
+    handle = importlib.import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
+    return [
+        Replacement(handle, "pre_unshard", gather),
+        Replacement(handle, "prepare_gradient_for_backward", begin),
+    ]
 
 
 def move_to_gpu(handle: Any) -> bool:
@@ -135,23 +114,15 @@ def move_to_gpu(handle: Any) -> bool:
     return True
 
 
-@contextmanager
-def compiled_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a function that was compiled before calls a wrapper of its choice of a compiler.
+def compiled_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
+    """Lets a function that was compiled before call a wrapper of its choice of a compiler.
 
     The wrapper gets the compiler, None or False where nothing is compiled. It returns the compiler to use; None runs
     the function as it is.
     """
     if missing(COMPILED_NAMES):
-        yield
-        return
-    frames: Any = importlib.import_module("torch._dynamo.eval_frame")
-    original = frames._callback_from_stance
-    frames._callback_from_stance = wrap(original)
-    try:
-        yield
-    finally:
-        frames._callback_from_stance = original
+        return []
+    return [Replacement(importlib.import_module("torch._dynamo.eval_frame"), "_callback_from_stance", wrap)]
 
 
 _INNER = "_torchdynamo_orig_backend"
@@ -186,41 +157,26 @@ class OfRank:
         return getattr(self._compiler, name)
 
 
-@contextmanager
-def flex_attention_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, `flex_attention` computes by a wrapper of its operator, by whichever name a program has imported it.
+def flex_attention_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
+    """Lets `flex_attention` compute by a wrapper of its operator, by whichever name a program has imported it.
 
     The wrapper gets query, key, value, the modification of scores, the parts of the block mask and the scale. The last
     part of the mask is its function. It returns the output, the logarithms of sums and the largest scores.
     """
     if missing(FLEX_NAMES):
-        yield
-        return
-    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    operator, check, is_debugged = (
-        flex.flex_attention_hop,
-        flex._validate_device,
-        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG,
-    )
-    flex.flex_attention_hop, flex._validate_device = wrap(operator), lambda *_: None
-    # Otherwise it compiles the operator.
-    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    try:
-        yield
-    finally:
-        flex.flex_attention_hop, flex._validate_device = operator, check
-        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = is_debugged
+        return []
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    return [
+        Replacement(flex, "flex_attention_hop", wrap),
+        Replacement(flex, "_validate_device", lambda _: lambda *_: None),
+        # Otherwise it compiles the operator.
+        Replacement(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", lambda _: True),
+    ]
 
 
-@contextmanager
-def ddp_of_sync_batch_norm() -> Iterator[None]:
-    """Inside, torch's DDP takes a SyncBatchNorm on the CPU, which its constructor refuses by a private method."""
-    original = DistributedDataParallel._passing_sync_batchnorm_handle
-    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DistributedDataParallel._passing_sync_batchnorm_handle = original  # type: ignore[method-assign]
+def ddp_of_sync_batch_norm() -> list[Replacement]:
+    """Lets torch's DDP take a SyncBatchNorm on the CPU, which its constructor refuses by a private method."""
+    return [Replacement(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda _: lambda *_: None)]
 
 
 @contextmanager
@@ -229,62 +185,59 @@ def optimizers_as_on_gpu() -> Iterator[None]:
 
     torch asks private functions which devices and types of tensors can be handled so.
     """
-    name = "_get_foreach_kernels_supported_devices"
     optimizers: Any = importlib.import_module("torch.optim.optimizer")  # no attribute of its package
-    original = optimizers._get_foreach_kernels_supported_devices
-    # A list of each module: of optimizers, and of gradient clipping.
+    # A list of each module: of optimizers, and of gradient clipping. DTensor appends to them as it is imported.
     modules: tuple[Any, ...] = optimizers, torch.utils._foreach_utils
     for module in modules:
-        setattr(module, name, lambda: [*original(), "cpu"])
         module._foreach_supported_types.append(FakeTensor)
     try:
-        yield
+        with replaced(Replacement(each, "_get_foreach_kernels_supported_devices", _and_cpu) for each in modules):
+            yield
     finally:
         for module in modules:
             module._foreach_supported_types.remove(FakeTensor)
-            setattr(module, name, original)
 
 
-@contextmanager
-def clipping_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, torch computes the norm of gradients, and scales gradients by it, by wrappers of its own functions.
+def _and_cpu(devices: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    return lambda: [*devices(), "cpu"]
+
+
+def clipping_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
+    """Lets torch compute the norm of gradients, and scale gradients by it, by wrappers of its own functions.
 
     `clip_grad_norm_` finds both by their private names. Programs may have imported it by its own name.
     """
-    module: Any = importlib.import_module("torch.nn.utils.clip_grad")
-    public: Any = torch.nn.utils
-    norm, scale = module._get_total_norm, module._clip_grads_with_norm_
-    module._get_total_norm = public.get_total_norm = wrap(norm)
-    module._clip_grads_with_norm_ = public.clip_grads_with_norm_ = wrap(scale)
-    try:
-        yield
-    finally:
-        module._get_total_norm = public.get_total_norm = norm
-        module._clip_grads_with_norm_ = public.clip_grads_with_norm_ = scale
+    module, public = importlib.import_module("torch.nn.utils.clip_grad"), torch.nn.utils
+    return [
+        Replacement(module, "_get_total_norm", wrap),
+        Replacement(public, "get_total_norm", wrap),
+        Replacement(module, "_clip_grads_with_norm_", wrap),
+        Replacement(public, "clip_grads_with_norm_", wrap),
+    ]
 
 
-@contextmanager
-def profilers_that_ask(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Inside, every profiler of torch calls `begin` before its session starts, and `end` after it has ended.
+def profilers_that_ask(begin: Callable[[], None], end: Callable[[], None]) -> list[Replacement]:
+    """Lets every profiler of torch call `begin` before its session starts, and `end` after it has ended.
 
     `torch.profiler` starts the sessions of `torch.autograd.profiler` by a private method, for which there is no hook.
     """
-    profiler: Any = torch.autograd.profiler.profile
-    prepare, leave = profiler._prepare_trace, profiler.__exit__
 
-    def prepare_trace(self: Any) -> Any:
-        begin()
-        return prepare(self)
+    def preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_trace(self: Any) -> Any:
+            begin()
+            return prepare(self)
 
-    def exit_session(self: Any, *error: Any) -> Any:
-        try:
-            return leave(self, *error)
-        finally:
-            if self.enabled:
-                end()
+        return prepare_trace
 
-    profiler._prepare_trace, profiler.__exit__ = prepare_trace, exit_session
-    try:
-        yield
-    finally:
-        profiler._prepare_trace, profiler.__exit__ = prepare, leave
+    def leaving(leave: Callable[..., Any]) -> Callable[..., Any]:
+        def exit_session(self: Any, *error: Any) -> Any:
+            try:
+                return leave(self, *error)
+            finally:
+                if self.enabled:
+                    end()
+
+        return exit_session
+
+    profiler = torch.autograd.profiler.profile
+    return [Replacement(profiler, "_prepare_trace", preparing), Replacement(profiler, "__exit__", leaving)]

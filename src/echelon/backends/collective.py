@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -88,6 +89,12 @@ class Collective(NamedTuple):
         """
         assert self.dtype is not None, "a reduction has a tensor"
         return operator(self.op, self.dtype)
+
+    def empty(self) -> Tensor:
+        """Returns a new tensor of this shape and dtype, without values."""
+        assert self.shape is not None
+        assert self.dtype is not None
+        return new_tensor(tuple(self.shape), self.dtype)
 
     def checked(self, run: Callable[..., tuple[Tensor, Sequence[int]]]) -> Run:
         """Returns the function of an all-to-all, from one that also returns how many rows came from each rank.
@@ -181,6 +188,22 @@ class CollectiveExecutor(ABC):
     @abstractmethod
     def prepare(self, collective: Collective) -> Run:
         """Returns the function that runs a collective. It is called again and again."""
+
+
+class UniformExecutor(CollectiveExecutor):
+    """Executor that runs collectives of all kinds in one way."""
+
+    def prepare(self, collective: Collective) -> Run:  # noqa: D102
+        if collective.op:
+            _ = collective.reduction  # raises now, before the collective has a number
+        if collective.kind == "empty":
+            return lambda *_: collective.empty()
+        return partial(self._run, collective)
+
+    @abstractmethod
+    def _run(
+        self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None
+    ) -> Any: ...
 
 
 def wait_and_look(work: Work[T], peer: int, call: OperationRecord, now: Callable[[], float]) -> T:

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from echelon.arguments import check_seconds, no_attribute
 from echelon.backends.admission import check_mode
 from echelon.backends.memory import describe
-from echelon.call_site import is_in_ddp
+from echelon.call_site import is_in_ddp, outwards
 from echelon.errors import Timeout, without_frames
 from echelon.operation_records import OperationRecord
 from echelon.purposes import OF_STEPS
@@ -280,13 +280,11 @@ def is_waited_for(flight: OperationRecord) -> bool:
     """
     if flight.purpose is not None and flight.purpose.call in OF_STEPS and is_in_ddp(flight.thread):
         return _sleeps(flight.thread)
-    frame = sys._current_frames().get(flight.thread)
-    while frame is not None:
+    for frame in outwards(sys._current_frames().get(flight.thread)):
         if frame.f_code is Work.wait.__code__:
             work = frame.f_locals["self"]
             if work.flight is flight or (work.lateness is not None and work.lateness.is_of(flight)):
                 return True
-        frame = frame.f_back
     return False
 
 

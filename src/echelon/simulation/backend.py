@@ -27,7 +27,7 @@ from echelon.backends.work import Received, Work
 from echelon.call_site import Place, calling_place
 from echelon.errors import Failure, PeerFailed, Timeout
 from echelon.operation_records import FlightRecorder
-from echelon.simulation.boundary import SEND, Boundary, FromAny, Passage, VirtualWork
+from echelon.simulation.boundary import SEND, Activity, Boundary, FromAny, VirtualWork
 from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World, is_plain
 
@@ -108,8 +108,8 @@ class VirtualMessages(Messages):
         self.check_send(tensor, dst)
         tag = Tag.of(tag)
         task = self._begin("" if is_plain(tag) else note)
-        passage = Passage(SEND, dst, tag)
-        work: VirtualWork[None] = VirtualWork(self._boundary, passage, self.timeout, dst, note, None)
+        activity = Activity(SEND, dst, tag)
+        work: VirtualWork[None] = VirtualWork(self._boundary, activity, self.timeout, dst, note, None)
         # The peer is gone, or the group revoked, as far as this rank knows by now.
         if error := self._mailbox.failures.of(dst, tag):
             work.complete(error=error)
@@ -134,8 +134,8 @@ class VirtualMessages(Messages):
         tag = Tag.of(tag)
         plain = tag if is_plain(tag) else None
         task = self._begin("" if plain else note or "")
-        passage = Passage("receive from", src, tag)
-        work: VirtualWork[torch.Tensor] = VirtualWork(self._boundary, passage, self.timeout, src, note or "", plain)
+        activity = Activity("receive from", src, tag)
+        work: VirtualWork[torch.Tensor] = VirtualWork(self._boundary, activity, self.timeout, src, note or "", plain)
         self._mailbox.post(Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine))
         self._boundary.leave(task)
         return work

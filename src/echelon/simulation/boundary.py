@@ -27,7 +27,7 @@ SEND = "send to"
 
 
 # A tuple instead of text: it is made for each message, and only errors need the words.
-class Passage(NamedTuple):
+class Activity(NamedTuple):
     """Description of a send or receive, converted to text only for errors."""
 
     doing: str
@@ -87,7 +87,7 @@ class FromAny(VirtualWork[Received]):
         self, boundary: Boundary, timeout: float, operation: str, tag: Tag, sources: Mapping[int, int]
     ) -> None:
         plain = tag if is_plain(tag) else None
-        super().__init__(boundary, Passage("receive from", ANY, tag), timeout, ANY, operation, plain)
+        super().__init__(boundary, Activity("receive from", ANY, tag), timeout, ANY, operation, plain)
         self._sources = sources
 
     def source_of(self, result: Received) -> int:  # noqa: D102

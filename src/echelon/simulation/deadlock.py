@@ -14,7 +14,7 @@ from echelon.collectives.calls.hang_diagnosis import first_at_other_lines
 from echelon.errors import DeadlockError
 from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.purposes import cure_of
-from echelon.simulation.boundary import SEND, Passage, StoreWait, VirtualWork
+from echelon.simulation.boundary import SEND, Activity, StoreWait, VirtualWork
 from echelon.simulation.scheduler import Task
 from echelon.simulation.watchdog import Blocked
 from echelon.simulation.world import World, is_plain
@@ -243,7 +243,7 @@ def _waiting(world: World, task: Task) -> Waiting:
         doing=_doing(work, world.flight_recorders[task.rank]),
         place=_line_of_lane(world, task, work) if task.number else _line_of_main(task, flight),
         is_beside=task.number > 0,
-        is_send=isinstance(work.description, Passage) and work.description.doing == SEND,
+        is_send=isinstance(work.description, Activity) and work.description.doing == SEND,
         is_collective=work.awaited() == (task.rank,) or bool(work.operation),
         of_store=isinstance(work, StoreWait),
         group=flight.group if flight is not None and is_collective else "",
@@ -264,22 +264,22 @@ def _line_of_main(task: Task, flight: OperationRecord | None) -> str:
 
 
 def _flight_of(work: VirtualWork[object], recorder: FlightRecorder) -> OperationRecord | None:
-    passage = work.description
-    if work.flight is not None or not isinstance(passage, Passage):
+    activity = work.description
+    if work.flight is not None or not isinstance(activity, Activity):
         return work.flight
-    return recorder.find(passage.tag.context, passage.tag.sequence)
+    return recorder.find(activity.tag.context, activity.tag.sequence)
 
 
 def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
-    passage = work.description
-    if not isinstance(passage, Passage):
-        return str(passage)
-    if passage.tag.sequence >= TRANSFERS:
-        return str(passage)
+    activity = work.description
+    if not isinstance(activity, Activity):
+        return str(activity)
+    if activity.tag.sequence >= TRANSFERS:
+        return str(activity)
     flight = _flight_of(work, recorder)
     group = "" if flight is None or flight.shown_group == "world" else f", of group {flight.shown_group!r}"
     purpose = None if flight is None else flight.purpose
-    return str(purpose or readable(work.operation) or passage) + group
+    return str(purpose or readable(work.operation) or activity) + group
 
 
 def _last_call(recorder: FlightRecorder) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from echelon._torch_private.tensors import DispatchMode, FakeTensor, storage_address
+from echelon.replacements import Replacement
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 """Classes of tensors that have no other tensors inside."""
@@ -77,21 +76,23 @@ class MemoryMeter(DispatchMode):  # type: ignore[no-untyped-call]
         self.held -= self._known.pop(address)
 
 
-def resizes_counted(meter_here: Callable[[], MemoryMeter | None]) -> AbstractContextManager[object]:
-    """Returns a context in which `UntypedStorage.resize_` is counted. By it FSDP frees and allocates parameters.
+def resizes_counted(meter_here: Callable[[], MemoryMeter | None]) -> list[Replacement]:
+    """Lets `UntypedStorage.resize_` be counted. By it FSDP frees and allocates parameters.
 
     Args:
         meter_here: returns the meter of the rank that the calling thread runs. None if it runs no rank.
     """
-    resize = torch.UntypedStorage.resize_
 
-    def counted(storage: torch.UntypedStorage, size: int) -> object:
-        result = resize(storage, size)
-        if (meter := meter_here()) is not None:
-            meter.resized(storage)
-        return result
+    def counting(resize: Callable[..., object]) -> Callable[..., object]:
+        def counted(storage: torch.UntypedStorage, size: int) -> object:
+            result = resize(storage, size)
+            if (meter := meter_here()) is not None:
+                meter.resized(storage)
+            return result
 
-    return patch.object(torch.UntypedStorage, "resize_", counted)
+        return counted
+
+    return [Replacement(torch.UntypedStorage, "resize_", counting)]
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from echelon.simulation.faults import FaultPlan
 from echelon.simulation.scheduler import Ended, Scheduler
 
 
-class Passage(NamedTuple):
+class MessageTimes(NamedTuple):
     """Times of one message, in virtual seconds. `arrives` is math.inf if it is lost."""
 
     left: float
@@ -57,19 +57,19 @@ class Traffic:
         self._computing: list[list[_Computation]] = [[] for _ in range(world_size)]
         """Computations under way, per rank."""
 
-    def send(self, src: int, dst: int, num_bytes: int, is_news: bool = False) -> Passage:
+    def send(self, src: int, dst: int, num_bytes: int, is_news: bool = False) -> MessageTimes:
         """Sends a message, or news: reserves its sender's link and returns its times. Never blocks."""
         link = self.link(src, dst)
         # The sender is the bottleneck: its messages leave one after another, whichever ranks they are for.
         left = max(self._clock.now, self._free_at[src]) + num_bytes / link.bandwidth
         self._free_at[src] = left
-        passage = self._pass(src, dst, left, left + link.latency, is_news)
+        times = self._pass(src, dst, left, left + link.latency, is_news)
         # News have no bytes, and take no computing.
         if link.overhead and num_bytes:
             seconds = link.overhead * num_bytes
-            self.hold_up_at(passage.left, src, seconds)
-            self.hold_up_at(passage.arrives, dst, seconds)
-        return passage
+            self.hold_up_at(times.left, src, seconds)
+            self.hold_up_at(times.arrives, dst, seconds)
+        return times
 
     def link(self, src: int, dst: int) -> Network:
         """Returns the network from one rank to another."""
@@ -141,7 +141,7 @@ class Traffic:
         for computation in self._computing[rank]:
             computation.owed += seconds
 
-    def _pass(self, src: int, dst: int, left: float, arrives: float, is_news: bool) -> Passage:
+    def _pass(self, src: int, dst: int, left: float, arrives: float, is_news: bool) -> MessageTimes:
         done, draw = arrives, self._clock.draw()
         if self._faults.faults:
             arrives = self._faults.arrival(src, dst, left, arrives, is_news)
@@ -153,7 +153,7 @@ class Traffic:
         if last is not None and last > (arrives, draw):
             arrives, draw = last
         self._last[src, dst] = (arrives, draw)
-        return Passage(left, done, arrives, draw)
+        return MessageTimes(left, done, arrives, draw)
 
 
 @refuse_others()

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import random
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,43 +13,30 @@ import torch
 from echelon.arguments import check_default_timeout, check_world_size, is_count, refuse_others
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
-from echelon.errors import DeadlockError, EchelonError, LaunchError, PeerFailed, fails, message_of
+from echelon.errors import DeadlockError, EchelonError, LaunchError, fails, message_of
 from echelon.group.group import ProcessGroup
 from echelon.launch.call import OF_OTHER_LAUNCHERS, RankCall, check_no_keywords, rank_call
 from echelon.launch.init import provide
-from echelon.launch.report import RankFailure, describe, first_cause
+from echelon.replacements import replaced
 from echelon.simulation import watchdog
 from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.called_lines import notes_of
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
+from echelon.simulation.failures import Failures
 from echelon.simulation.faults import FaultPlan, Faults, fault_text
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
-from echelon.simulation.process.cached_property import without_locks
-from echelon.simulation.process.calls import ProcessCalls
 from echelon.simulation.process.compiling import compiled_for_ranks
 from echelon.simulation.process.environment import (
-    Attribute,
-    Attributes,
-    Environment,
     children_with_environment,
-    torchrun_variables,
 )
-from echelon.simulation.process.library_state import LibraryState, Settings, shared_collections
-from echelon.simulation.process.modules import MainModule
-from echelon.simulation.process.patches import Patches
-from echelon.simulation.process.precision import Precisions
-from echelon.simulation.process.random_state import RandomState, on_one_core
-from echelon.simulation.process.state import ProgramWithStates, RankStates, State
+from echelon.simulation.process.shared import SharedProcess, only_simulation
 from echelon.simulation.process.torch_distributed import TorchDistributed
 from echelon.simulation.record import text_of
 from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.whole import Collectives, Order, backend_of
 from echelon.simulation.world import World
 from echelon.timeline.timeline import Timeline
-
-_ALLOCATIONS = 100_000
-"""Number of new objects between two runs of the garbage collector. Python's default is 700."""
 
 
 @dataclass(frozen=True)
@@ -175,33 +157,27 @@ def simulate(
     link, hosts = link_function(network, world_size), host_numbers(network, world_size)
     named = isinstance(network, Network) and network.hosts is not None  # else all ranks are on one, as torchrun's
     make = backend_of(_way_of(collectives, plan, late_sends), _checked_order(order))
-    is_instant, follows_plans = takes_no_time(network), order == "tcp"
     with only_simulation():
-        world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends, is_instant, follows_plans)
-        has_own_modules = isinstance(fn, ProgramWithStates)
-        run = _Run(world, world_size, call, timeout, make, has_own_modules=has_own_modules)
-        num_threads = torch.get_num_threads()
-        patches = Patches(world.scheduler.is_running_here, has_own_modules)
-        states = [patches, *process_states(run.torch, seed, hosts if named else (0,) * world_size)]
-        if isinstance(fn, ProgramWithStates):
-            states += fn.states()
-        world.rank_states = rank_states = RankStates(states, world_size)
-        try:
-            with (
-                rarer_collections(),
-                on_one_core(),
-                without_locks(),
-                children_with_environment(world.scheduler.is_running_here),
-                run.torch.installed(),
-                run.calls.replaced(),
-                world.resizes_counted(),
-                compiled_for_ranks(world.scheduler.rank_here, world_size),
-                patches.noted(),
-            ):
-                run.run()
-        finally:
-            rank_states.restore()
-            torch.set_num_threads(num_threads)
+        world = World(
+            hosts,
+            seed=seed,
+            link=link,
+            faults=plan,
+            cost=cost,
+            meter=meter,
+            measures_memory=memory,
+            late_sends=late_sends,
+            is_instant=takes_no_time(network),
+            follows_plans=order == "tcp",
+        )
+        process = SharedProcess(world, TorchDistributed(world), fn, hosts if named else (0,) * world_size, seed)
+        run = _Run(world, process, call, timeout, make)
+        with process.entered(
+            replaced(children_with_environment(world.scheduler.is_running_here)),
+            replaced(world.resizes_counted()),
+            compiled_for_ranks(world.scheduler.rank_here, world_size),
+        ):
+            run.run()
     return Simulation(
         results=run.results,
         elapsed=run.elapsed,
@@ -213,49 +189,10 @@ def simulate(
         notes=(
             *world.fault_notes(),
             *notes_of(world.lines.values()),
-            *(note for state in states for note in state.notes),
+            *process.notes(),
         ),
         events=world.recorder.events,
     )
-
-
-# A simulation replaces functions and states of the process, of which there is one.
-_is_simulating = threading.Lock()
-
-
-@contextmanager
-def only_simulation() -> Iterator[None]:
-    """Inside, this is the only simulation of the process.
-
-    Raises:
-        LaunchError: another one is running.
-    """
-    if not _is_simulating.acquire(blocking=False):
-        raise LaunchError(
-            "a simulation is running in this process already: run one after the other, or in processes of their own"
-        )
-    try:
-        yield
-    finally:
-        _is_simulating.release()
-
-
-def process_states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]) -> list[State]:
-    """Returns the states of the process that each rank has for itself."""
-    # Those of warnings, as `catch_warnings` puts back what it found, and a rank may wait inside of it.
-    names = [(sys, "excepthook"), (warnings, "showwarning"), (warnings, "_showwarnmsg_impl")]
-    attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
-    attributes += shared_collections()
-    variables = functools.partial(torchrun_variables, hosts=hosts)
-    return [
-        RandomState(seed),
-        Environment(variables),
-        Attributes(attributes),
-        MainModule(),
-        Precisions(),
-        Settings(),
-        LibraryState(),
-    ]
 
 
 def _check(seed: object, timeout: object) -> None:
@@ -295,13 +232,12 @@ class _Run:
     def __init__(
         self,
         world: World,
-        world_size: int,
+        process: SharedProcess,
         call: RankCall,
         timeout: float,
         make_backend: Callable[[int, int, World, float], VirtualBackend],
-        *,
-        has_own_modules: bool,
     ) -> None:
+        world_size = len(world.hosts)
         self.results: list[Any] = [None] * world_size
         self.elapsed = 0.0
         self._world = world
@@ -310,11 +246,10 @@ class _Run:
         self._timeout = timeout
         self._make_backend = make_backend
         self._num_left = world_size
-        self._errors: dict[int, BaseException] = {}
-        self._failures: list[RankFailure] = []
+        self._failures = Failures()
         self._backends: list[VirtualBackend] = []
-        self.torch = TorchDistributed(world)
-        self.calls = ProcessCalls(world.scheduler.rank_here, world_size, has_own_modules)
+        self._torch = process.torch
+        self._calls = process.calls
         self._disputed: set[int] = set()
         """Contexts whose ranks have got CollectiveMismatch already."""
         self._scheduler.on_stuck = self._explain
@@ -334,7 +269,7 @@ class _Run:
                 backend.forget()
             self._world.forget()
             self._scheduler.forget()
-            self._errors.clear()
+            self._failures.forget()
         # The error's traceback refers to this frame: without the `del`, frame and error would be a cycle.
         try:
             if error is not None:
@@ -344,18 +279,13 @@ class _Run:
 
     def _error(self) -> BaseException | None:
         """Returns the error of the simulation. None if all ranks succeeded."""
-        if self.calls.thread_error:  # the ranks may have failed because of it
-            return self.calls.thread_error
-        if self._failures:
-            cause = first_cause(self._failures)
-            error = self._errors[cause.rank]
-            if isinstance(error, SystemExit):  # raised here, it would silently end the program that simulates
-                error = PeerFailed(cause.rank, f"it {cause.summary}")
-                error.__cause__ = self._errors[cause.rank]
-            error = self._told_in(error, cause.rank) or error
-            error.add_note(f"raised on rank {cause.rank} of {len(self.results)}{cause.where and f', at {cause.where}'}")
+        if self._calls.thread_error:  # the ranks may have failed because of it
+            return self._calls.thread_error
+        if first := self._failures.first():
+            error = self._told_in(first.error, first.rank) or first.error
+            error.add_note(f"raised on rank {first.rank} of {len(self.results)}{first.where}")
             return error
-        return self._scheduler.error or self._world.overwritten or self._world.missed() or self.torch.missed()
+        return self._scheduler.error or self._world.overwritten or self._world.missed() or self._torch.missed()
 
     def _told_in(self, error: BaseException, rank: int) -> BaseException | None:
         """Returns the failure of a collective of which only the text came through torch's C++. None if it did not.
@@ -379,9 +309,9 @@ class _Run:
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            with provide(group), self.torch.rank(group), self._world.memory_meter(backend.rank):
+            with provide(group), self._torch.rank(group), self._world.memory_meter(backend.rank):
                 self.results[rank] = self._call.run(group)
-                self.calls.at_exit(rank)
+                self._calls.at_exit(rank)
             self._world.returned.add(rank)
             backend.drain()
             self._world.note(rank, "has returned")
@@ -392,12 +322,11 @@ class _Run:
             if not self._scheduler.is_ending:
                 # A tensor that was sent wrong may be the cause. Once this rank has left, the others may give sends up.
                 if fails(error) and self._world.check_sends() is None:
-                    error = self.calls.needs_cuda(rank, error) or error
-                    self._errors[rank] = error
-                    self._failures.append(describe(rank, error))
+                    error = self._calls.needs_cuda(rank, error) or error
+                    self._failures.add(rank, error)
                 # As the `with` of a real rank would, which tells the others.
                 group.__exit__(type(error), error, error.__traceback__)
-                self.calls.at_exit(rank)
+                self._calls.at_exit(rank)
         finally:
             self._end()
 
@@ -422,7 +351,7 @@ class _Run:
             return None
         if self._tell_of_disagreement():
             return None
-        return explain(world, tasks, self.torch.mistake())
+        return explain(world, tasks, self._torch.mistake())
 
     def _tell_of_disagreement(self) -> bool:
         """Fails a collective that two ranks called differently, on all ranks. True if there was one."""
@@ -436,19 +365,6 @@ class _Run:
                             mailbox.fail_context(flight.context, mismatch)
                         return True
         return False
-
-
-@contextmanager
-def rarer_collections() -> Iterator[None]:
-    """Inside, the garbage collector runs rarely."""
-    # A simulation makes many small objects, and few reference cycles. With the default threshold half of its time goes
-    # into collections, which traverse all objects, most of them torch's: 30 us per message.
-    before = gc.get_threshold()
-    gc.set_threshold(_ALLOCATIONS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @refuse_others(**OF_OTHER_LAUNCHERS)

@@ -15,18 +15,18 @@ from echelon.backends.collective import (
     Collective,
     CollectiveExecutor,
     Run,
+    UniformExecutor,
     wait_and_look,
 )
 from echelon.backends.delivery import ANY, disagreement
 from echelon.backends.formats.wire import Tag, readable, signed
-from echelon.backends.memory import new_tensor
 from echelon.backends.modes import overwrite
 from echelon.collectives.calls.plan_executor import PlanExecutor, PlannedExecutor, choose
 from echelon.collectives.plans.select import SIZED
 from echelon.operation_records import OperationRecord
 from echelon.simulation.backend import VirtualBackend
-from echelon.simulation.boundary import Boundary, Passage, VirtualWork
-from echelon.simulation.meeting import Hall, Meeting, Seat
+from echelon.simulation.boundary import Activity, Boundary, VirtualWork
+from echelon.simulation.meeting import GroupMeetings, Meeting, Part
 from echelon.simulation.values import Inputs, snapshot
 from echelon.simulation.world import World
 
@@ -36,13 +36,13 @@ Order: TypeAlias = Literal["shm", "tcp"]
 """Orders in which a reduction combines values: that of the ranks, or that of the algorithm's plan."""
 
 
-class SeatWork(VirtualWork[None]):
-    """Wait of a rank for the end of its seat in a meeting."""
+class MeetingWork(VirtualWork[None]):
+    """Wait of a rank for the end of its part in a meeting."""
 
     __slots__ = ("_meeting", "_rank")
 
     def __init__(self, boundary: Boundary, timeout: float, note: str, tag: Tag, meeting: Meeting, rank: int) -> None:
-        super().__init__(boundary, Passage("collective with", ANY, tag), timeout, ANY, note, None)
+        super().__init__(boundary, Activity("collective with", ANY, tag), timeout, ANY, note, None)
         self._meeting = meeting
         self._rank = rank
 
@@ -50,25 +50,18 @@ class SeatWork(VirtualWork[None]):
         return self._meeting.awaited_by(self._rank)
 
 
-class WholeExecutor(PlannedExecutor):
+class WholeExecutor(UniformExecutor, PlannedExecutor):
     """Collectives of one group on one rank, each played as one event."""
 
-    def __init__(self, backend: VirtualBackend, boundary: Boundary, hall: Hall, context: int) -> None:
+    def __init__(self, backend: VirtualBackend, boundary: Boundary, meetings: GroupMeetings, context: int) -> None:
         self._backend = backend
         self._boundary = boundary
-        self._hall = hall
+        self._meetings = meetings
         self._context = context
-        self._rank = hall.index[backend.rank]
+        self._rank = meetings.index[backend.rank]
         self._world = backend.world
         self._mailbox = backend.world.mailboxes[backend.rank]
-        self._lines = backend.world.lines_of(context, hall.ranks)
-
-    def prepare(self, collective: Collective) -> Run:  # noqa: D102
-        if collective.op:
-            _ = collective.reduction  # raises now, before the collective has a number
-        if collective.kind == "empty":
-            return _empty(collective)
-        return partial(self._run, collective)
+        self._lines = backend.world.lines_of(context, meetings.ranks)
 
     def _run(self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None) -> Any:
         kind = "broadcast" if collective.kind == "broadcast_rows" else collective.kind
@@ -79,37 +72,37 @@ class WholeExecutor(PlannedExecutor):
             task = self._boundary.enter()
             if self._backend.control.is_closed:
                 raise self._backend.control.closed_error()
-            if len(self._hall.ranks) > 1:  # as with messages, of which a rank alone sends none, and has no span
+            if len(self._meetings.ranks) > 1:  # as with messages, of which a rank alone sends none, and has no span
                 task.operation = note
 
-            def make(hall: Hall) -> Meeting:
-                return Meeting(hall, note, self._backend.rank, collective.kind, collective.root, plan)
+            def make(meetings: GroupMeetings) -> Meeting:
+                return Meeting(meetings, note, self._backend.rank, collective.kind, collective.root, plan)
 
             self._lines.add(self._rank, collective, record)
-            meeting = self._hall.meeting(record.sequence, make)
-            seat = self._sit_down(meeting, collective, record, tensor, out, note)
+            meeting = self._meetings.meeting(record.sequence, make)
+            part = self._join(meeting, collective, record, tensor, out, note)
             self._boundary.leave(task)
             try:
                 # Fast path of the rank that comes last, which need not wait.
-                if seat.work.has_ended:
-                    seat.work.result()
+                if part.work.has_ended:
+                    part.work.result()
                 else:
-                    wait_and_look(seat.work, ANY, record, self._backend.now)
+                    wait_and_look(part.work, ANY, record, self._backend.now)
             except BaseException:
-                meeting.give_up(seat)
+                meeting.give_up(part)
                 raise
             finally:
-                self._mailbox.seats.pop(seat, None)
+                self._mailbox.parts.pop(part, None)
             try:
                 # The values of all ranks stand in memory of the simulation. A view of them would count as this rank's.
                 with self._world.uncounted_memory(self._backend.rank):
-                    result = meeting.take(seat, tensor, out, record)
+                    result = meeting.take(part, tensor, out, record)
             finally:
-                meeting.stand_up()
+                meeting.leave()
             self._world.count_memory(self._backend.rank, result)
             return result
 
-    def _sit_down(
+    def _join(
         self,
         meeting: Meeting,
         collective: Collective,
@@ -117,24 +110,24 @@ class WholeExecutor(PlannedExecutor):
         tensor: Tensor | None,
         out: Tensor | None,
         note: str,
-    ) -> Seat:
-        """Comes to a meeting. Completes the seats whose ends are reached, if this is the last rank that they need."""
+    ) -> Part:
+        """Comes to a meeting. Completes the parts whose ends are reached, if this is the last rank that they need."""
         world, rank = self._world, self._backend.rank
         world.recorder.events.append((world.clock.now, rank, f"calls {readable(note)}"))
         with world.uncounted_memory(rank):
-            seat = meeting.sit_down(self._rank, collective, tensor, out)
+            part = meeting.join(self._rank, collective, tensor, out)
             tag = Tag(self._context, record.sequence)
-            seat.work = SeatWork(self._boundary, self._backend.timeout, note, tag, meeting, self._rank)
-            if error := self._mailbox.failure_of(seat, self._context):
-                seat.work.complete(error=error)
+            part.work = MeetingWork(self._boundary, self._backend.timeout, note, tag, meeting, self._rank)
+            if error := self._mailbox.failure_of(part, self._context):
+                part.work.complete(error=error)
             elif note != meeting.note:
-                seat.work.complete(error=disagreement(meeting.first, readable(meeting.note), readable(note)))
+                part.work.complete(error=disagreement(meeting.first, readable(meeting.note), readable(note)))
             else:
-                self._mailbox.seats[seat] = self._context
+                self._mailbox.parts[part] = self._context
                 meeting.play()
                 if meeting.is_over:
-                    self._hall.end(record.sequence)
-        return seat
+                    self._meetings.end(record.sequence)
+        return part
 
 
 class RankOrderExecutor(PlannedExecutor):
@@ -196,7 +189,7 @@ class WholeBackend(VirtualBackend):
     """Simulated rank whose collectives are played whole."""
 
     def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor:  # noqa: D102
-        return WholeExecutor(self, self.boundary, self.world.hall(context, tuple(ranks)), context)
+        return WholeExecutor(self, self.boundary, self.world.meetings(context, tuple(ranks)), context)
 
 
 class RankOrderBackend(VirtualBackend):
@@ -211,10 +204,3 @@ def backend_of(collectives: Collectives, order: Order) -> Callable[[int, int, Wo
     if collectives == "whole":
         return WholeBackend
     return RankOrderBackend if order == "shm" else VirtualBackend
-
-
-def _empty(collective: Collective) -> Run:
-    assert collective.shape is not None
-    assert collective.dtype is not None
-    shape, dtype = tuple(collective.shape), collective.dtype
-    return lambda *_: new_tensor(shape, dtype)

@@ -22,12 +22,13 @@ from echelon.backends.work import Work
 from echelon.call_site import Place, calling_place, line_of, source_of
 from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.operation_records import FlightRecorder
+from echelon.replacements import Replacement
 from echelon.simulation.called_lines import CalledLines
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan, Kill
-from echelon.simulation.meeting import AwaitedReceive, Hall, MeetingMailbox
+from echelon.simulation.meeting import AwaitedReceive, GroupMeetings, MeetingMailbox
 from echelon.simulation.memory import MemoryMeter, resizes_counted
-from echelon.simulation.network import Network, Traffic
+from echelon.simulation.network import Network, Traffic, link_function
 from echelon.simulation.prices import Prices
 from echelon.simulation.process.state import RankStates
 from echelon.simulation.record import Event, Recorder
@@ -89,18 +90,35 @@ class World:
 
     def __init__(
         self,
-        world_size: int,
-        seed: int,
-        link: Callable[[int, int], Network],
-        faults: FaultPlan,
-        cost: StepCost | None,
-        meter: Meter | None,
-        measures_memory: bool,
         hosts: tuple[int, ...],
-        late_sends: bool,
-        is_instant: bool,
-        follows_plans: bool,
+        *,
+        seed: int = 0,
+        link: Callable[[int, int], Network] | None = None,
+        faults: FaultPlan | None = None,
+        cost: StepCost | None = None,
+        meter: Meter | None = None,
+        measures_memory: bool = False,
+        late_sends: bool = False,
+        is_instant: bool = True,
+        follows_plans: bool = False,
     ) -> None:
+        """Makes a world at time 0.
+
+        Args:
+            hosts: number of each rank's host.
+            seed: seed of the order of events at the same time.
+            link: network between two ranks. None: messages take no time.
+            faults: faults. None: there are none.
+            cost: cost of a rank's step. None: steps take no time.
+            meter: meter of the time that steps take here. None: it is not measured.
+            measures_memory: whether the memory of each rank's tensors is counted.
+            late_sends: whether a send is done only after all that can happen at the time of its arrival.
+            is_instant: whether messages take no time.
+            follows_plans: whether reductions combine values in the order of their plan, not of the ranks.
+        """
+        world_size = len(hosts)
+        link = link or link_function(None, world_size)
+        faults = faults or FaultPlan((), world_size, has_costs=False)
         # The one source of order between events at the same time: one seed gives one run.
         self.scheduler = Scheduler(random.Random(seed).random)
         self.clock = self.scheduler.clock
@@ -123,7 +141,7 @@ class World:
         """Contexts of the groups whose sends wait for their receives: those of torch.distributed."""
         self._is_instant = is_instant
         self._follows_plans = follows_plans
-        self._halls: dict[tuple[int, tuple[int, ...]], Hall] = {}
+        self._meetings: dict[tuple[int, tuple[int, ...]], GroupMeetings] = {}
         self.lines: dict[tuple[int, tuple[int, ...]], CalledLines] = {}
         """Lines of the calls of each group, by context and ranks."""
         self.memory_meters = [MemoryMeter() for _ in range(world_size)] if measures_memory else []
@@ -155,26 +173,26 @@ class World:
         """
         original, tensor = tensor, self._copy(src, tensor)
         num_bytes, recorder = tensor.nbytes, self.recorder
-        passage = self.traffic.send(src, dst, num_bytes)
+        times = self.traffic.send(src, dst, num_bytes)
         recorder.bytes_sent[src, dst] += num_bytes
         recorder.events.append((self.clock.now, src, "sends to rank", num_bytes, dst, tag, note))
-        if passage.arrives < math.inf:
+        if times.arrives < math.inf:
             # A collective is a span itself; only messages between two ranks are drawn as transfers.
             if is_plain(tag):
-                recorder.sent(src, dst, tag, passage.left, passage.arrives)
-            self.clock.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
-        if passage.done <= self.clock.now and not self.late_sends:
+                recorder.sent(src, dst, tag, times.left, times.arrives)
+            self.clock.at(times.arrives, _Arrival(self, src, dst, tensor, tag, note), times.draw)
+        if times.done <= self.clock.now and not self.late_sends:
             complete()
         # Not compared with memory meters, because the event keeps the tensor alive, so it would count for longer.
         elif self.memory_meters:
-            self.clock.at(passage.done, complete)
+            self.clock.at(times.done, complete)
         else:
             copy = tensor.clone()  # the receiver may change the sent copy as soon as it has arrived
             # All other draws are below 1: a late send comes after every event and turn of its instant.
             draw = self.clock.draw() + self.late_sends
             sender, place = self.scheduler.current(), calling_place(2)
             done = _Departure(self, sender, place, dst, tag, note, original.detach(), copy, complete)
-            self.clock.at(passage.done, done, draw)
+            self.clock.at(times.done, done, draw)
 
     def end_of_send(self, src: int, dst: int, tag: Tag, work: Work[None]) -> Callable[[], None]:
         """Returns the function to call when the transfer of a send is done: it ends the Work, at once or later.
@@ -193,9 +211,9 @@ class World:
         """Inside, the memory of new tensors of a rank is counted, if the simulation has `memory=True`."""
         return self.memory_meters[rank] if self.memory_meters else nullcontext()
 
-    def resizes_counted(self) -> AbstractContextManager[object]:
-        """Inside, storages that ranks resize count with their new size, if the simulation has `memory=True`."""
-        return resizes_counted(self._memory_meter_here) if self.memory_meters else nullcontext()
+    def resizes_counted(self) -> list[Replacement]:
+        """Lets storages that ranks resize count with their new size, if the simulation has `memory=True`."""
+        return resizes_counted(self._memory_meter_here) if self.memory_meters else []
 
     def _memory_meter_here(self) -> MemoryMeter | None:
         rank = self.scheduler.rank_here()
@@ -219,12 +237,12 @@ class World:
         if self.memory_meters and tensor is not None:
             self.memory_meters[rank].count(tensor)
 
-    def hall(self, context: int, ranks: tuple[int, ...]) -> Hall:
+    def meetings(self, context: int, ranks: tuple[int, ...]) -> GroupMeetings:
         """Returns the meetings of a group's collectives."""
         # With the ranks, because disjoint groups may have one context.
-        found = self._halls.get((context, ranks))
+        found = self._meetings.get((context, ranks))
         if found is None:
-            found = self._halls[context, ranks] = Hall(
+            found = self._meetings[context, ranks] = GroupMeetings(
                 *(ranks, context, self.clock, self.traffic, self.prices, self._is_instant, self._follows_plans),
                 self.rendezvous,
             )
@@ -257,9 +275,9 @@ class World:
     def tell(self, src: int, dst: int, news: Callable[[Mailbox], object]) -> None:
         """Sends news to a rank: calls `news` with its mailbox once all earlier messages from `src` have arrived."""
         # As a message of 0 bytes, so that news never overtakes data that was sent before.
-        passage = self.traffic.send(src, dst, 0, is_news=True)
-        if passage.arrives < math.inf:
-            self.clock.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
+        times = self.traffic.send(src, dst, 0, is_news=True)
+        if times.arrives < math.inf:
+            self.clock.at(times.arrives, partial(news, self.mailboxes[dst]), times.draw)
 
     def answers(self, ranks: Iterable[int], question: Question) -> dict[int, Status]:
         """Returns the status of ranks, for another rank's question. Killed ranks give none. Takes no virtual time."""
@@ -320,8 +338,8 @@ class World:
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
                 return self._absence(dst, src, tag, note)
-        for hall in self._halls.values():
-            for absent, caller, tag, note in hall.left_out():
+        for meetings in self._meetings.values():
+            for absent, caller, tag, note in meetings.left_out():
                 if not any(mailbox.failures.of(caller, tag) for mailbox in self.mailboxes):
                     return self._absence(absent, caller, tag, note)
         return None
@@ -379,7 +397,7 @@ class World:
     def forget(self) -> None:
         """Drops all tensors of collectives, and the reference cycles, after the end of the simulation."""
         self.inputs.clear()
-        self._halls.clear()
+        self._meetings.clear()
         self.flight_recorders.clear()  # their clock refers to this world
 
     def note(self, rank: int, what: str) -> None:

@@ -135,14 +135,14 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """The result: the members by rank, and one connected socket for every other rank."""
+class ConnectedRanks:
+    """Ranks of a world that have found each other: all members by rank, and a connected socket for every other rank."""
 
     members: tuple[Member, ...]
     sockets: dict[int, socket.socket]
 
 
-def meet(job: Job, master_addr: str, timeout: float, local_address: str | None = None) -> World:
+def meet(job: Job, master_addr: str, timeout: float, local_address: str | None = None) -> ConnectedRanks:
     """Connects all ranks of a world whose rank 0 listens at `master_addr`. Blocks at most `timeout` seconds.
 
     Args:
@@ -162,7 +162,7 @@ def meet(job: Job, master_addr: str, timeout: float, local_address: str | None =
 
 def meet_through_store(
     job: Job, store: Store, store_host: str, timeout: float, local_address: str | None = None
-) -> World:
+) -> ConnectedRanks:
     """Connects all ranks through a store that all of them can reach; `store_host` is where it is."""
     return _run(_Rendezvous(job, timeout, local_address).through_store(store, store_host))
 
@@ -176,27 +176,27 @@ class _Rendezvous:
         self._local_address = local_address
         self._sockets = Sockets(local_address)
 
-    async def through_master(self, host: str, port: int) -> World:
+    async def through_master(self, host: str, port: int) -> ConnectedRanks:
         deadline = asyncio.get_running_loop().time() + self._timeout
         with self._sockets:
             if self._job.rank == 0:
-                world = await self._receive_all(host, port, deadline)
+                connected = await self._receive_all(host, port, deadline)
             else:
-                world = await self._join(host, port, deadline)
-            self._sockets.release(world.sockets.values())
-            return world
+                connected = await self._join(host, port, deadline)
+            self._sockets.release(connected.sockets.values())
+            return connected
 
-    async def through_store(self, store: Store, store_host: str) -> World:
+    async def through_store(self, store: Store, store_host: str) -> ConnectedRanks:
         deadline = asyncio.get_running_loop().time() + self._timeout
         with self._sockets:
             listener = await self._sockets.listen(self._local_address or address_towards(store_host), 0)
             async with PeerAcceptor(self._job, self._sockets, listener) as acceptor:
                 members = await self._exchange(store, acceptor, deadline)
-                world = World(members, await self._connect(members, 0, acceptor, deadline))
-            self._sockets.release(world.sockets.values())
-            return world
+                connected = ConnectedRanks(members, await self._connect(members, 0, acceptor, deadline))
+            self._sockets.release(connected.sockets.values())
+            return connected
 
-    async def _receive_all(self, host: str, port: int, deadline: float) -> World:
+    async def _receive_all(self, host: str, port: int, deadline: float) -> ConnectedRanks:
         """Rank 0: waits for every rank, then sends the table to all; the connections stay for use."""
         everyone = set(range(1, self._job.world_size))
         # Shared, as the launcher may hold the port bound to keep it free.
@@ -213,9 +213,9 @@ class _Rendezvous:
             here = Member(0, acceptor.host, acceptor.port, os.getpid(), machine_id())
         members = (here, *(guests[rank].member for rank in sorted(guests)))
         await _send_table(members, guests)
-        return World(members, {rank: guest.connection for rank, guest in guests.items()})
+        return ConnectedRanks(members, {rank: guest.connection for rank, guest in guests.items()})
 
-    async def _join(self, host: str, port: int, deadline: float) -> World:
+    async def _join(self, host: str, port: int, deadline: float) -> ConnectedRanks:
         """Another rank: dials rank 0, is given the table, and connects to the others."""
         master = await dial(self._job, self._sockets, Member(0, host, port, 0, ""), deadline)
         listener = await self._sockets.listen(self._local_address or master.getsockname()[0], 0)
@@ -224,7 +224,7 @@ class _Rendezvous:
             await send_json(master, self._job.hello(acceptor.port))
             members = await self._await_table(master, deadline)
             # From rank 1 on: the connection to rank 0 stays in use.
-            return World(members, {0: master} | await self._connect(members, 1, acceptor, deadline))
+            return ConnectedRanks(members, {0: master} | await self._connect(members, 1, acceptor, deadline))
 
     async def _await_table(self, master: socket.socket, deadline: float) -> tuple[Member, ...]:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from echelon.backends.base import Backend, check_rank
 from echelon.backends.connect.members import Job, machine_id
-from echelon.backends.connect.rendezvous import Store, World, meet, meet_through_store
+from echelon.backends.connect.rendezvous import ConnectedRanks, Store, meet, meet_through_store
 from echelon.backends.formats import wire
 from echelon.backends.lanes import ThreadLanes
 from echelon.backends.matching import Mailbox
@@ -79,11 +79,11 @@ class TcpBackend(Backend):
             AuthenticationError: no secret, or not the others'.
         """
         check_rank(rank, world_size)
-        world = World((), {})
+        connected = ConnectedRanks((), {})
         if world_size > 1:
             job = Job(rank, world_size, _secret(secret), run_id, restart)
-            world = meet(job, master_addr, connect_timeout, local_address)
-        self._open(rank, world_size, timeout, world, max_message_bytes, max_unclaimed_bytes)
+            connected = meet(job, master_addr, connect_timeout, local_address)
+        self._open(rank, world_size, timeout, connected, max_message_bytes, max_unclaimed_bytes)
 
     @classmethod
     def from_store(
@@ -116,8 +116,8 @@ class TcpBackend(Backend):
         backend = cls.__new__(cls)
         check_rank(rank, world_size)
         job = Job(rank, world_size, secret, run_id, restart)
-        world = meet_through_store(job, store, store_host, connect_timeout, local_address)
-        backend._open(rank, world_size, timeout, world, max_message_bytes, max_unclaimed_bytes)
+        connected = meet_through_store(job, store, store_host, connect_timeout, local_address)
+        backend._open(rank, world_size, timeout, connected, max_message_bytes, max_unclaimed_bytes)
         return backend
 
     def _open(
@@ -125,13 +125,13 @@ class TcpBackend(Backend):
         rank: int,
         world_size: int,
         timeout: float,
-        world: World,
+        connected: ConnectedRanks,
         max_message_bytes: int,
         max_unclaimed_bytes: int,
     ) -> None:
-        machines = list(dict.fromkeys(member.machine for member in world.members))
-        hosts = tuple(machines.index(member.machine) for member in world.members) or (0,)
-        self.members = world.members
+        machines = list(dict.fromkeys(member.machine for member in connected.members))
+        hosts = tuple(machines.index(member.machine) for member in connected.members) or (0,)
+        self.members = connected.members
         """Host, port and process of every rank, by rank. Empty if the world size is 1."""
         self.max_message_bytes = max_message_bytes
         """A larger message from a peer is a ProtocolError."""
@@ -150,13 +150,13 @@ class TcpBackend(Backend):
         messages = TcpMessages(rank, world_size, timeout, peers, parting, control.closed_error)
         super().__init__(messages, control, lanes)
         with progress.lock:
-            for peer, sock in sorted(world.sockets.items()):
+            for peer, sock in sorted(connected.sockets.items()):
                 peers.connect(peer, sock, max_message_bytes, frames.on_frame)
-            here = machine_id() if world.members else ""
-            for member in world.members:
+            here = machine_id() if connected.members else ""
+            for member in connected.members:
                 if member.rank != rank and member.machine == here:
                     processes.watch(member)
-            if world.sockets:
+            if connected.sockets:
                 progress.start_background()
         _open_backends.add(self)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from echelon.backends.collective import Collective, CollectiveExecutor, Run, received_buffer, result_buffer
 from echelon.backends.formats.wire import Tag
 from echelon.backends.lanes import CAUSE_SECONDS, InOrder, wait_for_news
-from echelon.backends.memory import as_bytes, dtype_code, dtype_of, new_tensor
+from echelon.backends.memory import as_bytes, dtype_code, dtype_of
 from echelon.backends.operators import Operator, accumulation_dtype
 from echelon.backends.torch_distributed.agreement import Agreement
 from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Engines, Look
@@ -230,9 +230,7 @@ class EngineExecutor(CollectiveExecutor):
     def _empty(self, collective: Collective, call: OperationRecord, *_: object) -> torch.Tensor:
         with self._turn(call):
             self._agree(call, ())
-        assert collective.shape is not None
-        assert collective.dtype is not None
-        return new_tensor(tuple(collective.shape), collective.dtype)
+        return collective.empty()
 
     # Turns
 

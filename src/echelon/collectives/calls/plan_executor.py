@@ -17,7 +17,7 @@ from torch import Tensor
 
 from echelon.backends.base import Backend
 from echelon.backends.collective import Collective, CollectiveExecutor, Run, can_hold, result_buffer
-from echelon.backends.memory import is_plain, new_tensor, plain
+from echelon.backends.memory import is_plain, plain
 from echelon.backends.modes import overwrite
 from echelon.backends.operators import Combine, Operator, accumulation_dtype
 from echelon.collectives.calls.chunks import Chunks, FlatChunks, ReadOnlyChunks, RowChunks, even_sizes
@@ -147,9 +147,7 @@ def _barrier(channel: Channel, _: Collective, __: None, ___: Tensor | None) -> N
 
 
 def _empty(_: Channel, collective: Collective, __: None, ___: Tensor | None) -> Tensor:
-    assert collective.shape is not None
-    assert collective.dtype is not None
-    return new_tensor(tuple(collective.shape), collective.dtype)
+    return collective.empty()
 
 
 def _widen(tensor: Tensor) -> Tensor:

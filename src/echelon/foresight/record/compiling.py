@@ -5,29 +5,25 @@ The compiler itself would need values and kernels. `echelon.foresight.play.fusio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from echelon._torch_private.modules import compiled_by
-from echelon.foresight.record.here import Recording, in_place_of, recording_here
+from echelon.foresight.record.here import Recording, in_place_of, in_ranks, recording_here
+from echelon.replacements import Replacement
 
 _ASSUMPTION = "torch.compile was taken as fused runs of elementwise kernels"
 
 
-@contextmanager
-def not_compiled() -> Iterator[None]:
-    """Inside, recorded ranks compile nothing. Their assumptions say so."""
-    with (
-        patch.object(torch, "compile", in_place_of(torch.compile, _compile)),
-        patch.object(torch.nn.Module, "compile", in_place_of(torch.nn.Module.compile, _compile_itself)),
-        compiled_by(partial(in_place_of, function=_run_uncompiled)),
-    ):
-        yield
+def not_compiled() -> list[Replacement]:
+    """Lets recorded ranks compile nothing. Their assumptions say so."""
+    return [
+        Replacement(torch, "compile", in_ranks(_compile)),
+        Replacement(torch.nn.Module, "compile", in_ranks(_compile_itself)),
+        *compiled_by(in_ranks(_run_uncompiled)),
+    ]
 
 
 def _compile(recording: Recording, _: Callable[..., Any], model: Any = None, **__: Any) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -43,8 +42,9 @@ from echelon.foresight.record.copies import Copies
 from echelon.foresight.record.device import OnDevice, OnHost, attention, device_said, mapped
 from echelon.foresight.record.fused import fused_as_on_gpu
 from echelon.foresight.record.gpu_names import Gpu, gpu_names, set_device
-from echelon.foresight.record.here import Recording, in_place_of, recording_here
+from echelon.foresight.record.here import Recording, in_ranks, recording_here
 from echelon.foresight.record.placement import is_gpu
+from echelon.replacements import Replacement, replaced
 
 
 @contextmanager
@@ -56,56 +56,61 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
         gpu: facts of each. None: hosts have no GPUs, and names of CUDA are as they are.
     """
     with ExitStack() as stack:
-
-        def replace(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(patch.object(owner, name, value, create=True))
-
-        def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
-            replace(owner, name, in_place_of(getattr(owner, name), function))
-
         if gpu is not None:
-            for owner, names in gpu_names(num_devices, gpu):
-                for name, value in names.items():
-                    replace(owner, name, value)
-            wrap(torch.autograd.profiler.profile, "__init__", _without_kernels)
-            wrap(torch.autograd.profiler.emit_nvtx, "__enter__", lambda _, __, context: context)
-            wrap(torch.autograd.profiler.emit_nvtx, "__exit__", lambda *_: None)
-            replace(FakeTensor, "device", _said(FakeTensor.device))
-            replace(DeviceMesh, "device_type", _type_said(DeviceMesh.device_type))
-            for name in ("is_autocast_enabled", "get_autocast_dtype"):
-                wrap(torch, name, _of_autocast)
-            wrap(torch, "get_default_device", _default_device)
-            for name in ("from_numpy", "frombuffer"):  # no function mode sees them
-                wrap(torch, name, _on_host)
-            wrap(torch.autocast, "__init__", _on_cpu)
-            wrap(DistributedDataParallel, "__init__", _without_devices)
-            # Not by `OnDevice`, which torch leaves while it runs a function that calls it, as of nn.MultiheadAttention.
-            wrap(nn.functional, "scaled_dot_product_attention", _attention)
-            wrap(nn.SyncBatchNorm, "forward", _synchronized)
-            wrap(nn.DataParallel, "forward", _of_one_gpu)
-            wrap(torch.autograd.graph.saved_tensors_hooks, "__init__", _hooked)
-            stack.enter_context(flex_attention_by(partial(in_place_of, function=_flexible_attention)))
-            stack.enter_context(ddp_of_sync_batch_norm())
-            stack.enter_context(optimizers_as_on_gpu())
-            stack.enter_context(autocast_as_on_gpu())
-            stack.enter_context(fused_as_on_gpu())
-            stack.enter_context(devices_as_on_gpu())
-            stack.enter_context(offloaded_parameters_by(*(partial(in_place_of, function=each) for each in _OF_FSDP1)))
-        mode = OnDevice if gpu is not None else OnHost
-        stack.enter_context(backward_with(lambda _: mode() if _is_recorded_here() else nullcontext()))
-        for name in ("__init__", "__getitem__", "_flatten"):
-            wrap(DeviceMesh, name, _with_values)
-        wrap(DeviceMesh, "__init__", _name_groups)
-        stack.enter_context(ddp_checks_by(partial(in_place_of, function=_with_values)))
-        stack.enter_context(objects_packed_by(partial(in_place_of, function=_with_values)))
-        stack.enter_context(batches_noted(_begin_batch))
-        wrap(DataLoader, "__init__", _without_workers)
-        wrap(torch.inference_mode, "__enter__", _infer)
-        wrap(torch.inference_mode, "__exit__", _end_inference)
-        wrap(nn.Module, "_apply", _apply)
-        wrap(torch.UntypedStorage, "resize_", _resize)
-        wrap(torch.UntypedStorage, "data_ptr", _address)
+            stack.enter_context(replaced(_of_gpu(num_devices, gpu)))
+            for each in (optimizers_as_on_gpu, autocast_as_on_gpu, fused_as_on_gpu):
+                stack.enter_context(each())
+        stack.enter_context(replaced(_of_fake_tensors(OnDevice if gpu is not None else OnHost)))
         yield
+
+
+def _of_gpu(num_devices: int, gpu: Gpu) -> Iterator[Replacement]:
+    """Yields the names of CUDA, and functions of torch that differ on GPUs."""
+    for owner, names in gpu_names(num_devices, gpu):
+        for name, value in names.items():
+            yield Replacement(owner, name, partial(_constant, value), may_be_missing=True)
+    yield Replacement(torch.autograd.profiler.profile, "__init__", in_ranks(_without_kernels))
+    yield Replacement(torch.autograd.profiler.emit_nvtx, "__enter__", in_ranks(lambda _, __, context: context))
+    yield Replacement(torch.autograd.profiler.emit_nvtx, "__exit__", in_ranks(lambda *_: None))
+    yield Replacement(FakeTensor, "device", _said)
+    yield Replacement(DeviceMesh, "device_type", _type_said)
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        yield Replacement(torch, name, in_ranks(_of_autocast))
+    yield Replacement(torch, "get_default_device", in_ranks(_default_device))
+    for name in ("from_numpy", "frombuffer"):  # no function mode sees them
+        yield Replacement(torch, name, in_ranks(_on_host))
+    yield Replacement(torch.autocast, "__init__", in_ranks(_on_cpu))
+    yield Replacement(DistributedDataParallel, "__init__", in_ranks(_without_devices))
+    # Not by `OnDevice`, which torch leaves while it runs a function that calls it, as of nn.MultiheadAttention.
+    yield Replacement(nn.functional, "scaled_dot_product_attention", in_ranks(_attention))
+    yield Replacement(nn.SyncBatchNorm, "forward", in_ranks(_synchronized))
+    yield Replacement(nn.DataParallel, "forward", in_ranks(_of_one_gpu))
+    yield Replacement(torch.autograd.graph.saved_tensors_hooks, "__init__", in_ranks(_hooked))
+    yield from flex_attention_by(in_ranks(_flexible_attention))
+    yield from ddp_of_sync_batch_norm()
+    yield from devices_as_on_gpu()
+    yield from offloaded_parameters_by(in_ranks(_gathered_on_gpu), in_ranks(_without_offloaded_gradient))
+
+
+def _of_fake_tensors(mode: type[OnDevice | OnHost]) -> Iterator[Replacement]:
+    """Yields functions of torch that would refuse fake tensors, or take them for others."""
+    yield from backward_with(lambda _: mode() if _is_recorded_here() else nullcontext())
+    for name in ("__init__", "__getitem__", "_flatten"):
+        yield Replacement(DeviceMesh, name, in_ranks(_with_values))
+    yield Replacement(DeviceMesh, "__init__", in_ranks(_name_groups))
+    yield from ddp_checks_by(in_ranks(_with_values))
+    yield from objects_packed_by(in_ranks(_with_values))
+    yield from batches_noted(_begin_batch)
+    yield Replacement(DataLoader, "__init__", in_ranks(_without_workers))
+    yield Replacement(torch.inference_mode, "__enter__", in_ranks(_infer))
+    yield Replacement(torch.inference_mode, "__exit__", in_ranks(_end_inference))
+    yield Replacement(nn.Module, "_apply", in_ranks(_apply))
+    yield Replacement(torch.UntypedStorage, "resize_", in_ranks(_resize))
+    yield Replacement(torch.UntypedStorage, "data_ptr", in_ranks(_address))
+
+
+def _constant(value: Any, _: object) -> Any:
+    return value
 
 
 def _is_recorded_here() -> bool:
@@ -353,9 +358,6 @@ def _without_offloaded_gradient(recording: Recording, original: Callable[..., No
 def _is_on_host(recording: Recording, tensor: object) -> bool:
     """Whether a fake tensor is known to be on the host."""
     return recording.memory.number_inside(tensor) in recording.memory.on_host
-
-
-_OF_FSDP1 = _gathered_on_gpu, _without_offloaded_gradient
 
 
 def _hooked(_: Recording, original: Callable[..., None], context: Any, pack: Any, unpack: Any) -> None:

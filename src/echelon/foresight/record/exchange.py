@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from echelon._torch_private.tensors import FakeTensor, real_tensors
-from echelon.backends.collective import Collective, CollectiveExecutor, Run
+from echelon.backends.collective import Collective, CollectiveExecutor, UniformExecutor
 from echelon.backends.formats.wire import Tag, readable, signed
 from echelon.backends.host_copies import StreamScope
 from echelon.backends.memory import as_bytes, new_tensor
@@ -38,7 +37,7 @@ from echelon.foresight.trace import Group, RecordEvent, WaitEvent
 from echelon.operation_records import OperationRecord
 from echelon.pipeline.run.agreement import STAGES
 from echelon.simulation.backend import VirtualBackend, VirtualLanes
-from echelon.simulation.boundary import Passage, VirtualWork
+from echelon.simulation.boundary import Activity, VirtualWork
 from echelon.simulation.meeting import FROM_ROOT
 from echelon.simulation.values import Calls, result_of, snapshot
 from echelon.simulation.world import World
@@ -117,7 +116,7 @@ def _digest(contribution: _Contribution) -> str:
     return found.hexdigest()
 
 
-class ExchangeExecutor(CollectiveExecutor):
+class ExchangeExecutor(UniformExecutor):
     """Collectives of one group on one recorded rank."""
 
     def __init__(self, backend: RecordingBackend, ranks: tuple[int, ...], context: int) -> None:
@@ -125,13 +124,6 @@ class ExchangeExecutor(CollectiveExecutor):
         self._ranks = ranks
         self._context = context
         self._rank = ranks.index(backend.rank)
-
-    def prepare(self, collective: Collective) -> Run:  # noqa: D102
-        if collective.op:
-            _ = collective.reduction  # raises now, before the collective has a number
-        if collective.kind == "empty":
-            return partial(_empty, collective)
-        return partial(self._run, collective)
 
     def _run(self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None) -> Any:
         recording = recording_here()
@@ -233,7 +225,7 @@ class ExchangeExecutor(CollectiveExecutor):
         backend = self._backend
         work: VirtualWork[None] = VirtualWork(
             backend.boundary,
-            Passage("collective with", peer, Tag(self._context, record.sequence)),
+            Activity("collective with", peer, Tag(self._context, record.sequence)),
             backend.timeout,
             peer,
             record.operation,
@@ -365,9 +357,3 @@ def _answered(call: Call, tensor: Tensor | None, out: Tensor | None) -> Tensor |
     elif not known.is_in_place:
         answer(call, [result], [] if tensor is None else [tensor], None)
     return result
-
-
-def _empty(collective: Collective, *_: object) -> Tensor:
-    assert collective.shape is not None
-    assert collective.dtype is not None
-    return new_tensor(tuple(collective.shape), collective.dtype)

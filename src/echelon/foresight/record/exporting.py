@@ -6,24 +6,22 @@ program's, and does not know symbols as sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, tree_map, without_modes
 from echelon.foresight.record.device import mapped
-from echelon.foresight.record.here import Recording, in_place_of
+from echelon.foresight.record.here import Recording, in_ranks
+from echelon.replacements import Replacement
 
 
-@contextmanager
-def exported_unrecorded() -> Iterator[None]:
-    """Inside, recorded ranks export models outside of their recording."""
-    with patch.object(torch.export, "export", in_place_of(torch.export.export, _export)):
-        yield
+def exported_unrecorded() -> list[Replacement]:
+    """Lets recorded ranks export models outside of their recording."""
+    return [Replacement(torch.export, "export", in_ranks(_export))]
 
 
 def _export(

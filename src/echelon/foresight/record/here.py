@@ -191,6 +191,11 @@ def in_place_of(
     return call
 
 
+def in_ranks(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns the `make` of a `Replacement` by which recorded ranks call `function`; see `in_place_of`."""
+    return functools.partial(in_place_of, function=function)
+
+
 def _required(original: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the names of required arguments. Of functions in C none: replacements name them in the same way."""
     if not inspect.isfunction(original):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.backends.formats.wire import Tag
 from echelon.backends.work import Work
-from echelon.simulation.boundary import Boundary, Passage, VirtualWork
+from echelon.simulation.boundary import Activity, Boundary, VirtualWork
 
 
 class Route(NamedTuple):
@@ -83,8 +83,8 @@ class Mail:
             if self.line is not None:
                 return self.line.ask(route, number)
             self._start(src)
-            passage = Passage("receive from", src, Tag(step=route.tag))
-            work: VirtualWork[None] = VirtualWork(boundary, passage, timeout, src, "recv", None)
+            activity = Activity("receive from", src, Tag(step=route.tag))
+            work: VirtualWork[None] = VirtualWork(boundary, activity, timeout, src, "recv", None)
             self._waiting[route].append(work)
             work.wait()
         return found[0]

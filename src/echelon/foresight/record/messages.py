@@ -28,7 +28,7 @@ from echelon.errors import CollectiveMismatch, SizeMismatch, Timeout
 from echelon.foresight.record.calls import Call, invent
 from echelon.foresight.record.here import name_of, recording_here
 from echelon.foresight.trace import Group, Message, Wait
-from echelon.simulation.boundary import Boundary, Passage, VirtualWork
+from echelon.simulation.boundary import Activity, Boundary, VirtualWork
 from echelon.simulation.values import snapshot
 
 _STEP_BITS, _SEQUENCE_BITS = 32, 62
@@ -129,7 +129,7 @@ class _Receipt(VirtualWork[Any]):
         undelivered: Undelivered,
     ) -> None:
         peer = next(iter(sources)) if len(sources) == 1 else ANY
-        super().__init__(boundary, Passage("receive from", peer, tag), timeout, peer, "", None)
+        super().__init__(boundary, Activity("receive from", peer, tag), timeout, peer, "", None)
         self.rank = rank
         self.sources = sources
         self.address = tag
@@ -197,7 +197,7 @@ class RecordingMessages(Messages):
 
     def _send(self, made: Call | None, tensor: Tensor, dst: int, tag: Tag, note: str) -> Work[None]:
         work: VirtualWork[None] = VirtualWork(
-            self._boundary, Passage("send to", dst, tag), self.timeout, dst, note, None
+            self._boundary, Activity("send to", dst, tag), self.timeout, dst, note, None
         )
         if made is not None and made.is_answered:
             work.complete()

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from operator import eq
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -37,6 +36,7 @@ from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.segments import Counters, MovedSegment, Segment, moved
 from echelon.foresight.trace import Entry, Free
+from echelon.replacements import Replacement
 
 _TENSOR = object()
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -578,14 +578,15 @@ def can_repeat() -> bool:
     return not missing(REPEATS_NAMES)
 
 
-@contextmanager
-def microbatches_repeated() -> Iterator[None]:
-    """Inside, modules of recorded ranks are called by the `Repeats` of their recording, if it has one."""
-    original = nn.Module.__call__
+def microbatches_repeated() -> list[Replacement]:
+    """Lets modules of recorded ranks be called by the `Repeats` of their recording, if it has one."""
 
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        repeats = _repeats_here()
-        return original(self, *args, **kwargs) if repeats is None else repeats.called(original, self, args, kwargs)
+    def calling_repeats(original: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            repeats = _repeats_here()
+            return original(self, *args, **kwargs) if repeats is None else repeats.called(original, self, args, kwargs)
+
+        return called
 
     def backward(asked: Backward) -> AbstractContextManager[None]:
         repeats = _repeats_here()
@@ -595,5 +596,8 @@ def microbatches_repeated() -> Iterator[None]:
         if (repeats := _repeats_here()) is not None:
             repeats.expect(module, num_calls)
 
-    with patch.object(nn.Module, "__call__", called), backward_with(backward), chunks_noted(expect):
-        yield
+    return [
+        Replacement(nn.Module, "__call__", calling_repeats),
+        *backward_with(backward),
+        *chunks_noted(expect),
+    ]

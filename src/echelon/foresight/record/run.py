@@ -27,7 +27,7 @@ from echelon._torch_private.distributed import DistributedBackendOptions
 from echelon._torch_private.tensors import real_tensors, recorded_tensors
 from echelon.backends.admission import taking_fake_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
-from echelon.errors import EchelonError, PeerFailed
+from echelon.errors import EchelonError
 from echelon.foresight.record.calls import Answers, Calls
 from echelon.foresight.record.communication import RecordedGroup
 from echelon.foresight.record.compiling import not_compiled
@@ -54,17 +54,12 @@ from echelon.group.group import ProcessGroup
 from echelon.interop.torch_distributed import make_group
 from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
-from echelon.launch.report import RankFailure, describe, first_cause
+from echelon.replacements import replaced
 from echelon.simulation.deadlock import explain
-from echelon.simulation.faults import FaultPlan
-from echelon.simulation.network import link_function
-from echelon.simulation.process.cached_property import without_locks
-from echelon.simulation.process.calls import ProcessCalls
-from echelon.simulation.process.patches import Patches
-from echelon.simulation.process.random_state import on_one_core
-from echelon.simulation.process.state import ProgramWithStates, RankStates
+from echelon.simulation.failures import Failures
+from echelon.simulation.process.shared import SharedProcess, only_simulation
+from echelon.simulation.process.state import ProgramWithStates
 from echelon.simulation.process.torch_distributed import TorchDistributed
-from echelon.simulation.run import only_simulation, process_states, rarer_collections
 from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World
 
@@ -169,40 +164,20 @@ def record_in_turn(request: Request, choose: Choose) -> Records:
 
 
 def _record_in_turn(request: Request, choose: Choose) -> Records:
-    fn, world_size = request.fn, len(request.hosts)
     recorded_tensors()  # imports torch's compiler, which has to see the names of torch.cuda as they are
-    with only_simulation():
-        link, no_faults = link_function(None, world_size), FaultPlan((), world_size, has_costs=False)
-        world = World(world_size, 0, link, no_faults, None, None, False, request.hosts, False, True, False)
+    with only_simulation(), _collected_by_hand():
+        world = World(request.hosts)
         # Events of one time come in the order in which they were queued: no other order is explored here.
         world.clock.draw = lambda: 0.0
         run = _Run(world, request, choose)
-        patches = Patches(world.scheduler.is_running_here, isinstance(fn, ProgramWithStates))
-        states = [patches, *process_states(run.torch, 0, request.hosts)]
-        if isinstance(fn, ProgramWithStates):
-            states += fn.states()
-        world.rank_states = rank_states = RankStates(states, world_size)
-        num_threads = torch.get_num_threads()
-        try:
-            with (
-                rarer_collections(),
-                _collected_by_hand(),
-                on_one_core(),
-                without_locks(),
-                run.torch.installed(),
-                run.calls.replaced(),
-                device_names(max(Counter(request.hosts).values()), request.gpu),
-                steps_noted(),
-                no_writes(run.saved, allow_files=request.allow_writes),
-                not_compiled(),
-                exported_unrecorded(),
-                nullcontext() if request.full or not can_repeat() else microbatches_repeated(),
-                patches.noted(),
-            ):
-                return run.run()
-        finally:
-            rank_states.restore()
-            torch.set_num_threads(num_threads)
+        with run.process.entered(
+            device_names(max(Counter(request.hosts).values()), request.gpu),
+            steps_noted(),
+            no_writes(run.saved, allow_files=request.allow_writes),
+            replaced([*not_compiled(), *exported_unrecorded()]),
+            replaced([] if request.full or not can_repeat() else microbatches_repeated()),
+        ):
+            return run.run()
 
 
 @contextmanager
@@ -234,8 +209,7 @@ class _Run:
         self._request = request
         self._choose = choose
         self._started: set[int] = set()
-        self._errors: dict[int, BaseException] = {}
-        self._failures: list[RankFailure] = []
+        self._failures = Failures()
         self._backends: list[RecordingBackend] = []
         self._exchange = Exchange(self._start, self._started.__contains__)
         self.saved = Saved()
@@ -246,9 +220,8 @@ class _Run:
         self._is_child = False
         self._facts: dict[tuple[Any, ...], str] = {}
         """Digests of the values that ranks in children have contributed to collectives."""
-        self.torch = TorchDistributed(world, _BACKEND, self._note_group)
-        has_own_modules = isinstance(request.fn, ProgramWithStates)
-        self.calls = ProcessCalls(world.scheduler.rank_here, len(request.hosts), has_own_modules)
+        torch_distributed = TorchDistributed(world, _BACKEND, self._note_group)
+        self.process = SharedProcess(world, torch_distributed, request.fn, request.hosts)
         world.scheduler.on_stuck = lambda tasks: explain(world, tasks, "")
 
     def run(self) -> Records:
@@ -261,7 +234,7 @@ class _Run:
                 backend.forget()
             self._world.forget()
             self._world.scheduler.forget()
-            self._errors.clear()
+            self._failures.forget()
         return Records(dict(sorted(self.traces.items())), self.answers)
 
     def _note_group(self, group: Any, asked: str, device: torch.device | int | None) -> None:
@@ -303,7 +276,9 @@ class _Run:
         """Records ranks in child processes. Returns False, without effect, if this process has to record them."""
         if not self._is_worth_forking(ranks):
             return False
-        children = Children(self._exchange.mail, self._started.__contains__, self._record_alone, self.calls.cores)
+        children = Children(
+            self._exchange.mail, self._started.__contains__, self._record_alone, self.process.calls.cores
+        )
         found = children.run(ranks)
         if found is None or not self._have_equal_values(found.values()):
             self._may_fork = False
@@ -320,7 +295,7 @@ class _Run:
             self._request.keeps_calls
             or not self._may_fork
             or self._exchange.undelivered.is_used
-            or len(self.calls.cores) < 2
+            or len(self.process.calls.cores) < 2
             or not can_fork()
         ):
             return False
@@ -386,10 +361,10 @@ class _Run:
             backend.begin()
             recording = self._recording(rank)
             until = Until(self._request.until) if self._request.until else None
-            with provide(group), self.torch.rank(group), recorded(recording), ExitStack() as stack:
+            with provide(group), self.process.torch.rank(group), recorded(recording), ExitStack() as stack:
                 self._enter_modes(recording, stack)
                 self._run_program(group, recording.steps, until)
-                self.calls.at_exit(rank)
+                self.process.calls.at_exit(rank)
             if until and not recording.steps.num_done:
                 raise until.missing(rank)
             self._keep(recording)
@@ -398,8 +373,7 @@ class _Run:
             raise
         except BaseException as error:
             if not self._world.scheduler.is_ending:
-                self._errors[rank] = error
-                self._failures.append(describe(rank, error))
+                self._failures.add(rank, error)
                 self._end_others()
         finally:
             self._num_left -= 1
@@ -472,17 +446,12 @@ class _Run:
         return hosts[:rank].count(hosts[rank]), gpus.first_line
 
     def _error(self) -> BaseException | None:
-        if self.calls.thread_error:  # the ranks may have failed because of it
-            return self.calls.thread_error
-        if self._failures:
-            cause = first_cause(self._failures)
-            error = self._errors[cause.rank]
-            if isinstance(error, SystemExit):
-                error = PeerFailed(cause.rank, f"it {cause.summary}")
-                error.__cause__ = self._errors[cause.rank]
-            if not isinstance(error, EchelonError):
-                error.add_note(f"raised on rank {cause.rank}{cause.where and f', at {cause.where}'}")
-            return error
+        if self.process.calls.thread_error:  # the ranks may have failed because of it
+            return self.process.calls.thread_error
+        if first := self._failures.first():
+            if not isinstance(first.error, EchelonError):
+                first.error.add_note(f"raised on rank {first.rank}{first.where}")
+            return first.error
         return self._world.scheduler.error
 
 

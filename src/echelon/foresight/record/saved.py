@@ -6,9 +6,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,7 +19,8 @@ from echelon.foresight.record.device import mapped
 from echelon.foresight.record.here import Recording
 from echelon.foresight.record.overlay import Scratch
 from echelon.foresight.record.placement import is_gpu
-from echelon.foresight.record.writer import nothing, replaced, skip, unrecorded
+from echelon.foresight.record.writer import in_writers, nothing, skip, unrecorded, with_new
+from echelon.replacements import Replacement
 
 _NOT_READ = "it cannot be read back: load one that exists before the script is foreseen, or none"
 """Advice for a checkpoint that is not there."""
@@ -96,31 +95,31 @@ class CheckpointCalls:
 
     def replacements(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Yields the functions with their replacements."""
-        yield replaced(torch.save, self._save, "torch.save", _itself)
-        yield replaced(torch.load, self._load, "torch.load")
+        yield with_new(torch.save, self._save, "torch.save", _itself)
+        yield with_new(torch.load, self._load, "torch.load")
         dcp: Any = importlib.import_module("torch.distributed.checkpoint")
         for name, result in (("save", nothing), ("async_save", _done)):
-            yield replaced(getattr(dcp, name), self._save_apart, f"torch.distributed.checkpoint.{name}", result)
-        yield replaced(dcp.load, self._load_apart, "torch.distributed.checkpoint.load")
-        yield replaced(torch.jit.save, skip, "torch.jit.save", nothing)
-        yield replaced(torch.export.save, skip, "torch.export.save", nothing)
+            yield with_new(getattr(dcp, name), self._save_apart, f"torch.distributed.checkpoint.{name}", result)
+        yield with_new(dcp.load, self._load_apart, "torch.distributed.checkpoint.load")
+        yield with_new(torch.jit.save, skip, "torch.jit.save", nothing)
+        yield with_new(torch.export.save, skip, "torch.export.save", nothing)
         try:
             safetensors: Any = importlib.import_module("safetensors.torch")
         except ImportError:
             pass
         else:
-            yield replaced(safetensors.save_file, self._save, "safetensors.torch.save_file", _itself)
+            yield with_new(safetensors.save_file, self._save, "safetensors.torch.save_file", _itself)
             state_of = nn.Module.state_dict
-            yield replaced(safetensors.save_model, self._save, "safetensors.torch.save_model", state_of)
-            yield replaced(safetensors.load_file, self._load, "safetensors.torch.load_file")
-            yield replaced(safetensors.safe_open, self._load_apart, "safetensors.safe_open")
+            yield with_new(safetensors.save_model, self._save, "safetensors.torch.save_model", state_of)
+            yield with_new(safetensors.load_file, self._load, "safetensors.torch.load_file")
+            yield with_new(safetensors.safe_open, self._load_apart, "safetensors.safe_open")
             arrays: Any = importlib.import_module("safetensors.numpy")
-            yield replaced(arrays.save_file, skip, "safetensors.numpy.save_file", nothing)
+            yield with_new(arrays.save_file, skip, "safetensors.numpy.save_file", nothing)
 
-    def of_store(self) -> AbstractContextManager[object]:
-        """Returns a context in which `Store.save` is skipped."""
-        _, save = replaced(Store.save, skip, "Store.save", lambda: Handle(0, lambda: None, lambda: True))
-        return patch.object(Store, "save", save)
+    def of_store(self) -> list[Replacement]:
+        """Lets `Store.save` be skipped."""
+        saved = in_writers(skip, "Store.save", lambda: Handle(0, lambda: None, lambda: True))
+        return [Replacement(Store, "save", saved)]
 
     def find(self, recording: Recording, path: str) -> str | None:
         """Returns the path in the recording's folder for a path of the program. None if the real path is used."""

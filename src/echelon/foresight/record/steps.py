@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from unittest.mock import patch
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,11 +18,12 @@ from echelon._torch_private.autograd import Backward, backward_with, is_in_backw
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import calling_file
-from echelon.foresight.record.here import Recording, in_place_of, recording_here
+from echelon.foresight.record.here import Recording, in_ranks, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.trace import Allocate, Entry, Order, Trace
 from echelon.pipeline.stage.stage import Stage
+from echelon.replacements import Replacement, replaced
 
 if TYPE_CHECKING:
     from echelon.foresight.record.repeats import Repeats
@@ -337,10 +337,12 @@ def steps_noted() -> Iterator[None]:
 
     hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
-        with (
-            patch.object(Optimizer, "__init__", in_place_of(Optimizer.__init__, _make)),
-            patch.object(Stage, "recompute", in_place_of(Stage.recompute, _recompute)),
-            backward_with(counted),
+        with replaced(
+            [
+                Replacement(Optimizer, "__init__", in_ranks(_make)),
+                Replacement(Stage, "recompute", in_ranks(_recompute)),
+                *backward_with(counted),
+            ]
         ):
             yield
     finally:

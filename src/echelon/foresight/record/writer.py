@@ -35,11 +35,16 @@ def unrecorded() -> Iterator[None]:
         _own.calls = before
 
 
-def replaced(
+def with_new(
     original: Callable[..., Any], function: Callable[..., Any], *options: Any
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns a function and its replacement by another one, which gets the options first; see `in_place_of`."""
-    return original, in_place_of(original, functools.partial(function, *options), writer)
+    return original, in_writers(function, *options)(original)
+
+
+def in_writers(function: Callable[..., Any], *options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns the `make` of a `Replacement` by which programs call `function`, which gets the options first."""
+    return functools.partial(in_place_of, function=functools.partial(function, *options), here=writer)
 
 
 # Positional arguments, here and below: a program may give the same names, as to `Store.save`.

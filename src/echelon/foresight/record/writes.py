@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -27,7 +26,8 @@ from echelon.call_site import is_foreign
 from echelon.foresight.record.here import Recording
 from echelon.foresight.record.overlay import Scratch
 from echelon.foresight.record.saved import CheckpointCalls, Saved
-from echelon.foresight.record.writer import inherit, nothing, replaced, skip, unrecorded, writer
+from echelon.foresight.record.writer import in_writers, inherit, nothing, skip, unrecorded, with_new, writer
+from echelon.replacements import Replacement, replaced
 
 _CHANGES = (
     "mkfifo",
@@ -61,19 +61,20 @@ def no_writes(saved: Saved, *, allow_files: bool) -> Iterator[None]:
         allow_files: whether they may open files for writing, and change folders, nevertheless.
     """
     with ExitStack() as stack:
-        _, start = replaced(threading.Thread.start, inherit)
-        stack.enter_context(patch.object(threading.Thread, "start", start))
+        stack.enter_context(replaced([Replacement(threading.Thread, "start", in_writers(inherit))]))
         # Made first, removed last: by the real functions.
         scratch = Scratch(stack.enter_context(tempfile.TemporaryDirectory(prefix="echelon-foresee-")))
         checkpoints = CheckpointCalls(scratch, saved)
         files = _Files(scratch, saved, checkpoints, allow_files)
         stack.enter_context(_replaced_everywhere({**dict(checkpoints.replacements()), **dict(files.of_checkpoints())}))
-        stack.enter_context(checkpoints.of_store())
+        stack.enter_context(replaced(checkpoints.of_store()))
         if not allow_files:
             stack.enter_context(_replaced_everywhere(dict(files.replacements())))
-            stack.enter_context(patch.object(subprocess.Popen, "__init__", _ending_at_once(subprocess.Popen.__init__)))
-            _, mapped = replaced(np.memmap.__new__, files.map)
-            stack.enter_context(patch.object(np.memmap, "__new__", mapped))
+            of_classes = [
+                Replacement(subprocess.Popen, "__init__", _ending_at_once),
+                Replacement(np.memmap, "__new__", in_writers(files.map)),
+            ]
+            stack.enter_context(replaced(of_classes))
         yield
 
 
@@ -89,32 +90,32 @@ class _Files:
 
     def of_checkpoints(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Yields functions by which a program finds its checkpoints again, with their replacements."""
-        yield replaced(builtins.open, self._open)
+        yield with_new(builtins.open, self._open)
         for name in ("remove", "unlink"):
-            yield replaced(getattr(os, name), self._change, f"os.{name}", True)
+            yield with_new(getattr(os, name), self._change, f"os.{name}", True)
         for name in _RENAMES:
-            yield replaced(getattr(os, name), self._rename, f"os.{name}")
+            yield with_new(getattr(os, name), self._rename, f"os.{name}")
         for name in _READS:
-            yield replaced(getattr(os, name), self._read)
+            yield with_new(getattr(os, name), self._read)
 
     def replacements(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Yields the other functions with their replacements."""
-        yield replaced(os.open, self._open_descriptor)
+        yield with_new(os.open, self._open_descriptor)
         yield io.FileIO, self._class_of_files()
-        yield replaced(sqlite3.connect, self._connect)
-        yield replaced(os.mkdir, self._make, "os.mkdir")
-        yield replaced(os.makedirs, self._make, "os.makedirs")
-        yield replaced(shutil.rmtree, self._change, "shutil.rmtree", True)
-        yield replaced(os.removedirs, self._change, "os.removedirs", True)
-        yield replaced(os.listdir, self._list)
-        yield replaced(os.system, skip, "os.system", lambda: 0)
-        yield replaced(np.savetxt, self._save_text)
-        yield replaced(os.link, skip, "os.link", nothing)
-        yield replaced(os.symlink, skip, "os.symlink", nothing)
-        yield replaced(tempfile.gettempdir, lambda *_: self._scratch.temporary)
-        yield replaced(tempfile.NamedTemporaryFile, _keep)
+        yield with_new(sqlite3.connect, self._connect)
+        yield with_new(os.mkdir, self._make, "os.mkdir")
+        yield with_new(os.makedirs, self._make, "os.makedirs")
+        yield with_new(shutil.rmtree, self._change, "shutil.rmtree", True)
+        yield with_new(os.removedirs, self._change, "os.removedirs", True)
+        yield with_new(os.listdir, self._list)
+        yield with_new(os.system, skip, "os.system", lambda: 0)
+        yield with_new(np.savetxt, self._save_text)
+        yield with_new(os.link, skip, "os.link", nothing)
+        yield with_new(os.symlink, skip, "os.symlink", nothing)
+        yield with_new(tempfile.gettempdir, lambda *_: self._scratch.temporary)
+        yield with_new(tempfile.NamedTemporaryFile, _keep)
         for name in _CHANGES:
-            yield replaced(getattr(os, name), self._change, f"os.{name}", name == "rmdir")
+            yield with_new(getattr(os, name), self._change, f"os.{name}", name == "rmdir")
 
     def _target(self, recording: Recording, path: str, *, copies: bool) -> str:
         """Returns the path to write in place of a path of the program, and notes the write.

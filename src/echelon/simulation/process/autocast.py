@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from echelon.replacements import Replacement, calling
 from echelon.simulation.process.operators import Rank
 
 
@@ -31,17 +31,17 @@ class AutocastCache:
         """Ranks whose old casts may still be there."""
         self._set_enabled = torch.set_autocast_cache_enabled
 
-    def replacements(self) -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
-        """Returns the replaced functions: owner, name, and a function that makes the replacement from the original."""
+    def replacements(self) -> list[Replacement]:
+        """Returns the functions of torch that act for the calling rank."""
         return [
-            (torch, "autocast_increment_nesting", lambda original: functools.partial(self._nest, original, 1)),
-            (torch, "autocast_decrement_nesting", lambda original: functools.partial(self._nest, original, -1)),
-            (torch, "clear_autocast_cache", lambda original: functools.partial(self._clear, original)),
-            (torch, "set_autocast_cache_enabled", lambda _: self._enable),
-            (torch, "is_autocast_cache_enabled", lambda _: self._is_enabled),
+            Replacement(torch, "autocast_increment_nesting", calling(functools.partial(self._nest, 1))),
+            Replacement(torch, "autocast_decrement_nesting", calling(functools.partial(self._nest, -1))),
+            Replacement(torch, "clear_autocast_cache", calling(self._clear)),
+            Replacement(torch, "set_autocast_cache_enabled", lambda _: self._enable),
+            Replacement(torch, "is_autocast_cache_enabled", lambda _: self._is_enabled),
         ]
 
-    def _nest(self, original: Callable[[], int], change: int) -> int:
+    def _nest(self, change: int, original: Callable[[], int]) -> int:
         self._depths[self._rank_here()] += change
         return original()
 

@@ -26,6 +26,7 @@ import torch.multiprocessing
 
 from echelon.call_site import calling_place, is_foreign, source_line, source_of
 from echelon.errors import LaunchError, UnsupportedOp
+from echelon.replacements import Replacement, calling, replaced
 from echelon.simulation.process.autocast import AutocastCache
 from echelon.simulation.process.operators import Operators, Rank
 from echelon.simulation.process.random_state import cores_here, cores_of_thread
@@ -74,20 +75,12 @@ class ProcessCalls:
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """Inside, the functions act for the calling rank."""
-        makers = self._replacements()
-        replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in makers]
-        for (owner, name, make), (_, _, original) in zip(makers, replaced, strict=True):
-            setattr(owner, name, self._for_ranks(original, make(original)))
-        hook, threading.excepthook = (
-            threading.excepthook,
-            functools.partial(self._on_thread_error, threading.excepthook),
-        )
+        for_ranks = [each._replace(make=functools.partial(self._for_ranks, each.make)) for each in self._replacements()]
+        on_error = functools.partial(functools.partial, self._on_thread_error)
         try:
-            yield
+            with replaced([*for_ranks, Replacement(threading, "excepthook", on_error)]):
+                yield
         finally:
-            threading.excepthook = hook
-            for owner, name, original in replaced:
-                setattr(owner, name, original)
             self._operators.forget()
 
     def at_exit(self, rank: int) -> None:
@@ -131,37 +124,38 @@ class ProcessCalls:
             self._counted_gpus[self._here()] = source_of(calling_place())
         return 0
 
-    def _replacements(self) -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
-        """Returns the replaced functions: owner, name, and a function that makes the replacement from the original."""
+    def _replacements(self) -> list[Replacement]:
+        """Returns the functions that act for the calling rank."""
         spawner = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of this name
-        found: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = [
-            (owner, name, functools.partial(_refused, name, reason)) for owner, name, reason in _REFUSED
-        ]
-        found += [(module, "spawn", lambda _: self._spawn) for module in (torch.multiprocessing, spawner)]
-        found += [(module, "start_processes", lambda _: self._spawn) for module in (torch.multiprocessing, spawner)]
         return [
-            *found,
+            *(Replacement(owner, name, functools.partial(_refused, name, reason)) for owner, name, reason in _REFUSED),
+            *(
+                Replacement(module, name, lambda _: self._spawn)
+                for module in (torch.multiprocessing, spawner)
+                for name in ("spawn", "start_processes")
+            ),
             # It would end all ranks, and sys.exit ends one.
-            (os, "_exit", lambda _: sys.exit),
-            (os, "sched_getaffinity", lambda original: functools.partial(self._affinity, original)),
-            (os, "kill", lambda original: functools.partial(_kill, original)),
-            (os, "killpg", lambda original: functools.partial(_killpg, original)),
-            (os, "fork", lambda original: functools.partial(_fork, original)),
-            (os, "forkpty", lambda original: functools.partial(_fork, original)),
-            (signal, "signal", lambda _: self._signal),
-            (signal, "getsignal", lambda original: functools.partial(self._getsignal, original)),
-            (atexit, "register", lambda original: functools.partial(self._register, original)),
-            (atexit, "unregister", lambda original: functools.partial(self._unregister, original)),
+            Replacement(os, "_exit", lambda _: sys.exit),
+            Replacement(os, "sched_getaffinity", calling(self._affinity)),
+            Replacement(os, "kill", calling(_kill)),
+            Replacement(os, "killpg", calling(_killpg)),
+            Replacement(os, "fork", calling(_fork)),
+            Replacement(os, "forkpty", calling(_fork)),
+            Replacement(signal, "signal", lambda _: self._signal),
+            Replacement(signal, "getsignal", calling(self._getsignal)),
+            Replacement(atexit, "register", calling(self._register)),
+            Replacement(atexit, "unregister", calling(self._unregister)),
             *self._operators.replacements(),
             *AutocastCache(self._rank_here).replacements(),
-            (torch.cuda, "is_available", lambda _: lambda: False),
-            (torch.cuda, "device_count", lambda _: self._count_gpus),
-            (torch.cuda.nccl, "version", lambda original: functools.partial(_nccl_version, original)),
-            (multiprocessing.process.BaseProcess, "start", lambda original: functools.partial(self._start, original)),
+            Replacement(torch.cuda, "is_available", lambda _: lambda: False),
+            Replacement(torch.cuda, "device_count", lambda _: self._count_gpus),
+            Replacement(torch.cuda.nccl, "version", calling(_nccl_version)),
+            Replacement(multiprocessing.process.BaseProcess, "start", calling(self._start)),
         ]
 
-    def _for_ranks(self, original: Any, replacement: Any) -> Any:
+    def _for_ranks(self, make: Callable[[Any], Any], original: Any) -> Any:
         """Returns a function that calls the replacement in the thread of a rank, else the original."""
+        replacement = make(original)
 
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:

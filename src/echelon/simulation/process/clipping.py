@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from echelon._torch_private.modules import clipping_by
+from echelon.replacements import Replacement
 
 
-def clipping_explained() -> AbstractContextManager[None]:
-    """Returns a context in which clipping that fails says in one line which meshes its gradients have.
+def clipping_explained() -> list[Replacement]:
+    """Lets clipping that fails say in one line which meshes its gradients have.
 
     Clipping that torch does is left as it is.
     """

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from echelon._torch_private.modules import OfRank, backend_of, compiled_by
+from echelon.replacements import Replacement, replaced
 
 _COMPILER = "torch._dynamo"
 """Module of torch's compiler. The first call of torch.compile imports it, which takes a second."""
@@ -38,22 +38,23 @@ def compiled_for_ranks(rank_here: Callable[[], int | None], world_size: int) -> 
     with ExitStack() as stack:
 
         def install() -> None:
-            stack.enter_context(compiled_by(functools.partial(_for_ranks, rank_here, world_size)))
+            nonlocal is_installed
+            if not is_installed:
+                is_installed = True
+                stack.enter_context(replaced(compiled_by(functools.partial(_for_ranks, rank_here, world_size))))
+
+        def installing(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def compile_first(*args: Any, **kwargs: Any) -> Any:
+                install()
+                return original(*args, **kwargs)
+
+            return compile_first
 
         if _COMPILER in sys.modules:
             install()
         else:
-            original = torch.compile
-
-            @functools.wraps(original)
-            def compile_first(*args: Any, **kwargs: Any) -> Any:
-                nonlocal is_installed
-                if not is_installed:
-                    is_installed = True
-                    install()
-                return original(*args, **kwargs)
-
-            stack.enter_context(patch.object(torch, "compile", compile_first))
+            stack.enter_context(replaced([Replacement(torch, "compile", installing)]))
         yield
 
 

@@ -1,4 +1,4 @@
-"""Environment variables and attributes of modules, of which each simulated rank has its own."""
+"""Environment variables, working folder and attributes of modules, of which each simulated rank has its own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import _posixsubprocess
 import inspect
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
+from echelon.replacements import Replacement, calling
 from echelon.simulation.process.state import State
 
 _Variables: TypeAlias = dict[Any, Any]
@@ -84,45 +85,66 @@ class Environment(State):
                 os.unsetenv(name)
 
 
-@contextmanager
-def children_with_environment(is_rank: Callable[[], bool]) -> Iterator[None]:
-    """Inside, a process that a rank starts has the environment of this rank.
+class WorkingFolder(State):
+    """Working folder. Threads that are no ranks see that of the rank whose program runs."""
+
+    def __init__(self) -> None:
+        self._outside = self.take()
+
+    def first(self, rank: int) -> str:  # noqa: ARG002, D102
+        return self._outside
+
+    def take(self) -> str:  # noqa: D102
+        try:
+            return os.getcwd()
+        except FileNotFoundError:  # it was removed
+            return ""
+
+    def put(self, state: str) -> None:  # noqa: D102
+        if state and state != self.take():
+            with suppress(FileNotFoundError):
+                os.chdir(state)
+
+
+def children_with_environment(is_rank: Callable[[], bool]) -> list[Replacement]:
+    """Gives a process that a rank starts the environment of this rank.
 
     By default C code hands on its own environment, which has the changes of all ranks and lacks their first variables.
 
     Args:
         is_rank: Whether the calling thread is a rank.
     """
-    popen, fork_exec, system = subprocess.Popen.__init__, _posixsubprocess.fork_exec, os.system
-    signature = inspect.signature(popen)
 
-    def start(*args: Any, **kwargs: Any) -> None:
-        call = signature.bind(*args, **kwargs)
-        if is_rank() and call.arguments.get("env") is None:
-            call.arguments["env"] = os.environ.copy()
-        popen(*call.args, **call.kwargs)
+    def starting(popen: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(popen)
 
-    def start_python(*args: Any) -> int:
+        def start(*args: Any, **kwargs: Any) -> None:
+            call = signature.bind(*args, **kwargs)
+            if is_rank() and call.arguments.get("env") is None:
+                call.arguments["env"] = os.environ.copy()
+            popen(*call.args, **call.kwargs)
+
+        return start
+
+    def start_python(fork_exec: Callable[..., int], *args: Any) -> int:
         """Starts a process of multiprocessing by "spawn", which gives no environment."""
         if is_rank() and args[_ENVIRONMENT] is None:
             variables = [name + b"=" + value for name, value in os.environb.items()]
             args = (*args[:_ENVIRONMENT], variables, *args[_ENVIRONMENT + 1 :])
         return fork_exec(*args)
 
-    def run_command(command: Any) -> int:
+    def run_command(system: Callable[[Any], int], command: Any) -> int:
         if not is_rank():
             return system(command)
         status = subprocess.call(command, shell=True)  # that is what os.system does
         # As wait() gives it: a signal in the low bits, an exit status above.
         return -status if status < 0 else status << 8
 
-    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
-    _posixsubprocess.fork_exec = start_python
-    os.system = run_command
-    try:
-        yield
-    finally:
-        subprocess.Popen.__init__, _posixsubprocess.fork_exec, os.system = popen, fork_exec, system  # type: ignore[method-assign]
+    return [
+        Replacement(subprocess.Popen, "__init__", starting),
+        Replacement(_posixsubprocess, "fork_exec", calling(start_python)),
+        Replacement(os, "system", calling(run_command)),
+    ]
 
 
 class Attribute(NamedTuple):

@@ -10,8 +10,10 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from echelon.replacements import Replacement, replaced
 from echelon.simulation.process.state import State
 
 _CHANGES = ("addHandler", "removeHandler", "addFilter", "removeFilter", "__setattr__")
@@ -36,13 +38,7 @@ class Logs(State):
         self._shared = {each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)}
         self._outside: dict[logging.Logger, dict[str, Any]] = {}
         """Attributes of loggers before their first change."""
-        self._originals: dict[str, Any] = {}
-        """Replaced methods of `logging.Logger`. None: inherited."""
-
-    def _replace(self) -> None:
-        for name in _CHANGES:
-            self._originals[name] = vars(logging.Logger).get(name)
-            setattr(logging.Logger, name, self._noting(getattr(logging.Logger, name)))
+        self._replaced: ExitStack | None = None
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -54,8 +50,9 @@ class Logs(State):
         return change
 
     def first(self, rank: int) -> _Logs:  # noqa: ARG002, D102
-        if not self._originals:
-            self._replace()
+        if self._replaced is None:
+            self._replaced = ExitStack()
+            self._replaced.enter_context(replaced(Replacement(logging.Logger, name, self._noting) for name in _CHANGES))
         outside = self.take()
         return outside._replace(
             handlers=list(outside.handlers), filters=list(outside.filters), loggers=dict(outside.loggers), changed={}
@@ -82,11 +79,8 @@ class Logs(State):
 
     def finish(self, states: Sequence[_Logs]) -> None:
         """Keeps the loggers of installed packages that were imported meanwhile, since the packages stay."""
-        for name, original in self._originals.items():
-            if original is None:
-                delattr(logging.Logger, name)
-            else:
-                setattr(logging.Logger, name, original)
+        if self._replaced is not None:
+            self._replaced.close()
         kept = logging.root.manager.loggerDict
         for state in states:
             for name, logger in state.loggers.items():

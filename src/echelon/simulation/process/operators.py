@@ -10,7 +10,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from types import FrameType
+from itertools import dropwhile
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,8 @@ import torch.library
 from torch.library import Library
 
 from echelon._torch_private.tensors import destroy_library
-from echelon.call_site import is_foreign
+from echelon.call_site import is_foreign, outwards
+from echelon.replacements import Replacement, calling
 
 Rank: TypeAlias = Callable[[], int | None]
 """Returns the rank that the calling thread is. None in other threads, and in a child process."""
@@ -46,13 +47,13 @@ class Operators:
         self._libraries: list[Library] = []
         """Libraries of the ranks. A rank may drop its own before another rank has called the operators."""
 
-    def replacements(self) -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
-        """Returns (owner, name, make) of each function to replace: make(original) is its replacement."""
+    def replacements(self) -> list[Replacement]:
+        """Returns the functions of torch that act for the calling rank."""
         return [
-            (torch.library, "custom_op", lambda original: functools.partial(self._custom_op, original)),
-            (Library, "__init__", self._making),
-            (Library, "define", self._defining),
-            (Library, "impl", self._implementing),
+            Replacement(torch.library, "custom_op", calling(self._custom_op)),
+            Replacement(Library, "__init__", calling(self._make)),
+            Replacement(Library, "define", calling(self._define)),
+            Replacement(Library, "impl", calling(self._implement)),
         ]
 
     def forget(self) -> None:
@@ -77,41 +78,37 @@ class Operators:
 
         return define if fn is None else define(fn)
 
-    def _making(self, original: Callable[..., None]) -> Callable[..., None]:
-        def make(library: Library, ns: str, kind: str, dispatch_key: str = "") -> None:
-            # torch admits one DEF of a namespace, and any number of FRAGMENTs.
-            kind = "FRAGMENT" if kind == "DEF" and self._is_made("library", ns) else kind
-            original(library, ns, kind, dispatch_key)
-            if self._is_for_simulation():
-                self._libraries.append(library)
+    def _make(
+        self, original: Callable[..., None], library: Library, ns: str, kind: str, dispatch_key: str = ""
+    ) -> None:
+        # torch admits one DEF of a namespace, and any number of FRAGMENTs.
+        kind = "FRAGMENT" if kind == "DEF" and self._is_made("library", ns) else kind
+        original(library, ns, kind, dispatch_key)
+        if self._is_for_simulation():
+            self._libraries.append(library)
 
-        return make
+    def _define(self, original: Callable[..., str], library: Library, schema: str, *args: Any, **options: Any) -> str:
+        name = schema.split("(")[0].strip()
+        if self._is_made("operator", library.ns, name):
+            return name
+        return original(library, schema, *args, **options)
 
-    def _defining(self, original: Callable[..., str]) -> Callable[..., str]:
-        def define(library: Library, schema: str, *args: Any, **options: Any) -> str:
-            name = schema.split("(")[0].strip()
-            if self._is_made("operator", library.ns, name):
-                return name
-            return original(library, schema, *args, **options)
-
-        return define
-
-    def _implementing(self, original: Callable[..., None]) -> Callable[..., None]:
-        def implement(library: Library, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
-            if not self._is_made("implementation", library.ns, str(op_name), dispatch_key or library.dispatch_key):
-                original(library, op_name, fn, dispatch_key, **options)
-
-        return implement
+    def _implement(
+        self,
+        original: Callable[..., None],
+        library: Library,
+        op_name: Any,
+        fn: Any,
+        dispatch_key: str = "",
+        **options: Any,
+    ) -> None:
+        if not self._is_made("implementation", library.ns, str(op_name), dispatch_key or library.dispatch_key):
+            original(library, op_name, fn, dispatch_key, **options)
 
     def _is_for_simulation(self) -> bool:
         """Whether the calling code makes a library that is of no use after the simulation."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
-            frame = frame.f_back
-        if frame is None or is_foreign(frame.f_code.co_filename):
+        callers = (each.f_code for each in outwards(sys._getframe(1)))
+        codes = list(dropwhile(lambda code: code.co_filename.startswith(_BETWEEN), callers))
+        if not codes or is_foreign(codes[0].co_filename):
             return False  # of an installed package, which stays
-        while frame is not None and not self._has_own_modules:
-            if frame.f_code.co_name == "<module>":
-                return False
-            frame = frame.f_back
-        return True
+        return self._has_own_modules or all(code.co_name != "<module>" for code in codes)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from echelon.call_site import IMPORT, is_foreign
+from echelon.call_site import IMPORT, is_foreign, outwards
 from echelon.simulation.process.state import State
 
 _MOCK = os.path.join("unittest", "mock.py")
@@ -148,12 +148,8 @@ def _is_installed(module: ModuleType) -> bool:
     return path is None or is_foreign(path)
 
 
-def _is_in_import(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename == IMPORT:
-            return True
-        frame = frame.f_back
-    return False
+def _is_in_import(frame: FrameType) -> bool:
+    return any(each.f_code.co_filename == IMPORT for each in outwards(frame))
 
 
 def _attributes_of_classes() -> dict[type, dict[str, Any]]:

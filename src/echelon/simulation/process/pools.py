@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import Timeout, UnsupportedOp
+from echelon.replacements import Replacement
 from echelon.simulation.process.store import FOREVER
 
 if TYPE_CHECKING:
@@ -61,9 +62,8 @@ class LaneFuture(Future[Any]):
                 self._work.wait(FOREVER if timeout is None else timeout)
 
 
-@contextmanager
-def pools_in_lanes(lanes_here: Callable[[], VirtualLanes | None]) -> Iterator[None]:
-    """Inside, jobs of the modules of `COMMUNICATING` run in lanes of the rank that submits them.
+def pools_in_lanes(lanes_here: Callable[[], VirtualLanes | None]) -> list[Replacement]:
+    """Lets jobs of the modules of `COMMUNICATING` run in lanes of the rank that submits them.
 
     Other jobs keep their threads: they cannot call a simulated group, and need not.
 
@@ -72,29 +72,27 @@ def pools_in_lanes(lanes_here: Callable[[], VirtualLanes | None]) -> Iterator[No
 
     `submit` raises UnsupportedOp for jobs of `async_save` that start processes.
     """
-    original = ThreadPoolExecutor.submit
 
-    def submit(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        module = getattr(fn, "__module__", None)
-        lanes = lanes_here() if module in COMMUNICATING or module == _OF_PROCESSES else None
-        if lanes is None:
-            return original(self, fn, *args, **kwargs)
-        if module == _OF_PROCESSES:
-            raise UnsupportedOp(
-                "async_save with AsyncCheckpointerType.PROCESS starts a process for each rank, which no simulated rank "
-                "can talk to: use AsyncCheckpointerType.THREAD"
-            )
-        future = LaneFuture()
-        # Groups have positive numbers.
-        work = lanes.start(partial(_settle, future, partial(fn, *args, **kwargs)), "a job of a thread pool", -id(self))
-        future.is_completed_by(work)
-        return future
+    def submitting(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+        def submit(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            module = getattr(fn, "__module__", None)
+            lanes = lanes_here() if module in COMMUNICATING or module == _OF_PROCESSES else None
+            if lanes is None:
+                return original(self, fn, *args, **kwargs)
+            if module == _OF_PROCESSES:
+                raise UnsupportedOp(
+                    "async_save with AsyncCheckpointerType.PROCESS starts a process for each rank, which no simulated "
+                    "rank can talk to: use AsyncCheckpointerType.THREAD"
+                )
+            future = LaneFuture()
+            job = partial(_settle, future, partial(fn, *args, **kwargs))
+            # Groups have positive numbers.
+            future.is_completed_by(lanes.start(job, "a job of a thread pool", -id(self)))
+            return future
 
-    ThreadPoolExecutor.submit = submit  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        ThreadPoolExecutor.submit = original  # type: ignore[method-assign]
+        return submit
+
+    return [Replacement(ThreadPoolExecutor, "submit", submitting)]
 
 
 def _settle(future: Future[Any], job: Callable[[], Any]) -> None:

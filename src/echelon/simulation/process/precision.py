@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import TypeAlias
 
 from echelon._torch_private.modules import precision_of, precisions_set_by
+from echelon.replacements import replaced
 from echelon.simulation.process.state import State
 
 _Values: TypeAlias = dict[tuple[str, str], str]
@@ -50,7 +51,7 @@ class Precisions(State):
     def first(self, rank: int) -> _Values:  # noqa: ARG002, D102
         if self._replaced is None:
             self._replaced = ExitStack()
-            self._replaced.enter_context(precisions_set_by(self._noting))
+            self._replaced.enter_context(replaced(precisions_set_by(self._noting)))
         return {}
 
     def take(self) -> _Values:  # noqa: D102

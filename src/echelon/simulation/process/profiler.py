@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from echelon._torch_private.modules import profilers_that_ask
 from echelon.errors import UnsupportedOp
+from echelon.replacements import Replacement
 
 
-@contextmanager
-def one_session_at_a_time(rank_here: Callable[[], int | None]) -> Iterator[None]:
-    """Inside, a rank that starts torch's profiler while another rank uses it raises UnsupportedOp.
+def one_session_at_a_time(rank_here: Callable[[], int | None]) -> list[Replacement]:
+    """Raises UnsupportedOp on a rank that starts torch's profiler while another rank uses it.
 
     torch counts on a single session, and the second end of one ends the process.
 
@@ -35,5 +34,4 @@ def one_session_at_a_time(rank_here: Callable[[], int | None]) -> Iterator[None]
         if owner == rank_here():
             owner = None
 
-    with profilers_that_ask(begin, end):
-        yield
+    return profilers_that_ask(begin, end)

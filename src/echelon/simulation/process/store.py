@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
@@ -15,6 +14,7 @@ from torch.distributed import DistStoreError, QueueEmptyError
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.errors import Timeout, UnsupportedOp
+from echelon.replacements import Replacement
 
 
 class Patience(Protocol):
@@ -241,11 +241,10 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-@contextmanager
 def stores_opened_by(
     openers: Mapping[type[TorchStore], Callable[..., TorchStore]], is_rank: Callable[[], bool]
-) -> Iterator[None]:
-    """Inside, a simulated rank that calls a class of stores gets the store of its opener.
+) -> list[Replacement]:
+    """Gives a simulated rank that calls a class of stores the store of its opener.
 
     The class itself is changed: a program may have imported it by its name before.
 
@@ -253,34 +252,26 @@ def stores_opened_by(
         openers: By class. Their parameters are those of the class.
         is_rank: Whether the calling thread is a rank. Others get torch's own stores.
     """
-    for kind, opener in openers.items():
-        _set_new(kind, partial(_open, kind.__new__, kind, opener, is_rank))
-    try:
-        yield
-    finally:
-        for kind in openers:
-            del kind.__new__
+    return [Replacement(kind, "__new__", partial(_opening, kind, opener, is_rank)) for kind, opener in openers.items()]
 
 
-def _set_new(kind: Any, make: Callable[..., TorchStore]) -> None:
-    kind.__new__ = staticmethod(make)
-
-
-def _open(
-    original: Callable[[type[TorchStore]], TorchStore],
+def _opening(
     kind: type[TorchStore],
     opener: Callable[..., TorchStore],
     is_rank: Callable[[], bool],
-    cls: type[TorchStore],
-    *args: object,
-    **kwargs: object,
-) -> TorchStore:
-    if not is_rank():
-        return original(cls)
-    if cls is not kind:
-        raise UnsupportedOp(f"{cls.__name__}, which derives from {kind.__name__}: simulated ranks use the class itself")
-    try:
-        inspect.signature(opener).bind(*args, **kwargs)
-    except TypeError:
-        return original(cls)  # torch's own `__init__`, which Python calls next, refuses the arguments
-    return opener(*args, **kwargs)
+    original: Callable[[type[TorchStore]], TorchStore],
+) -> Any:
+    def open_store(cls: type[TorchStore], *args: object, **kwargs: object) -> TorchStore:
+        if not is_rank():
+            return original(cls)
+        if cls is not kind:
+            raise UnsupportedOp(
+                f"{cls.__name__}, which derives from {kind.__name__}: simulated ranks use the class itself"
+            )
+        try:
+            inspect.signature(opener).bind(*args, **kwargs)
+        except TypeError:
+            return original(cls)  # torch's own `__init__`, which Python calls next, refuses the arguments
+        return opener(*args, **kwargs)
+
+    return staticmethod(open_store)

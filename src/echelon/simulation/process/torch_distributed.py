@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, Store, TCPStore, constants, distributed_c10d  # type: ignore[attr-defined] # public
+from torch.distributed import FileStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined] # public
 
 from echelon._torch_private.distributed import (
     GROUP_GLOBALS,
@@ -34,6 +34,7 @@ from echelon.arguments import choices
 from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, DeadlockError, InvalidArgument, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
+from echelon.replacements import Replacement, replaced
 from echelon.simulation.backend import VirtualBackend, VirtualLanes
 from echelon.simulation.boundary import StoreWait
 from echelon.simulation.process.calls import NEEDS_CUDA
@@ -134,36 +135,29 @@ class TorchDistributed:
         # There the destructor of a group of Gloo would join threads that a fork does not copy, and never return.
         if (found := shardings()) is not None:
             found.forget_thread()
-        replaced: list[tuple[Any, str, Any]] = []
-
-        def replace(owner: Any, name: str, replacement: Any) -> None:
-            replaced.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, replacement)
-
         try:
-            with (
-                groups_of_each_thread(),
-                defaults_without_group(),
-                groups_made_by(self._with_simulated_backend, self._store_barrier),
-                futures_that_wait_by(self._wait_for, self._look_at),
-                stores_opened_by(
-                    {TCPStore: self._tcp_store, FileStore: self._file_store}, self._world.scheduler.is_running_here
-                ),
-                pools_in_lanes(self._lanes_here),
-                one_session_at_a_time(self._rank_here),
-                clipping_explained(),
-            ):
-                if constants.default_pg_nccl_timeout is None:  # without NCCL torch warns that it has none
-                    replace(distributed_c10d, "default_pg_nccl_timeout", _NCCL_TIMEOUT)
+            with groups_of_each_thread(), replaced(self._replacements()):
                 yield
         finally:
-            for owner, name, original in reversed(replaced):
-                setattr(owner, name, original)
             self._shardings.remove()
             self._groups.clear()
             self._contents.clear()
             self._queues.clear()
             self._stores.clear()
+
+    def _replacements(self) -> list[Replacement]:
+        is_rank = self._world.scheduler.is_running_here
+        return [
+            *defaults_without_group(),
+            *groups_made_by(self._with_simulated_backend, self._store_barrier),
+            *futures_that_wait_by(self._wait_for, self._look_at),
+            *stores_opened_by({TCPStore: self._tcp_store, FileStore: self._file_store}, is_rank),
+            *pools_in_lanes(self._lanes_here),
+            *one_session_at_a_time(self._rank_here),
+            *clipping_explained(),
+            # Without NCCL torch warns that it has none.
+            Replacement(distributed_c10d, "default_pg_nccl_timeout", lambda timeout: timeout or _NCCL_TIMEOUT),
+        ]
 
     # Groups
 

@@ -19,8 +19,7 @@ from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch.output import Console
 from echelon.launch.run import Program
-from echelon.simulation.process.environment import Attribute, Attributes
-from echelon.simulation.process.folder import WorkingFolder
+from echelon.simulation.process.environment import Attribute, Attributes, WorkingFolder
 from echelon.simulation.process.logs import Logs
 from echelon.simulation.process.modules import CodeOnce, LocalModules
 from echelon.simulation.process.state import ProgramWithStates, State
