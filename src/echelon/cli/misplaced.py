@@ -14,7 +14,7 @@ from echelon.launch.output import Console
 _NUM_RANKS = ("-n", "--num-ranks")
 
 
-def no_ranks(command: Callable[..., object], program: str, args: Sequence[str], *, is_module: bool = False) -> str:
+def no_ranks(command: Callable[..., object], program: str, args: Sequence[str], *, is_module: bool) -> str:
     """Returns an error text for a missing -n. Points out options that stand after the script.
 
     Args:

@@ -154,7 +154,6 @@ class SharedMemoryExecutor(CollectiveExecutor):
         self._shared = Shared(
             self._rank,
             count,
-            host.waiter.is_oversubscribed,
             board,
             RankRegions(region, count, self._rank),
             symmetric,
