@@ -28,6 +28,7 @@ from echelon._torch_private.tensors import (
     tree_leaves,
     without_functions,
 )
+from echelon.backends.memory import tensors_in
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import BETWEEN, calling_file
@@ -35,7 +36,7 @@ from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.convolutions import parts
 from echelon.foresight.record.copies import COPIES, Copies, Move
 from echelon.foresight.record.dtypes import check_dtypes
-from echelon.foresight.record.here import Recording, Traffic, name_of, tensors_in
+from echelon.foresight.record.here import Recording, Traffic, name_of
 from echelon.foresight.record.onednn import HAS_SCRATCH, scratch, with_workspace
 from echelon.foresight.record.operators import (
     EMBEDDING_BAGS,
