@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any, TypeGuard, TypeVar, cast
 
 from echelon.errors import EchelonError, FileError, InvalidArgument, InvalidWorldSize
+from echelon.wording import in_words
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -195,7 +196,7 @@ def missing_arguments(call: Callable[..., Any], missing: Sequence[str]) -> str:
     name = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     more = ", ..." if len(_parameters(call)) > len(required) else ""
     are = "is" if len(missing) == 1 else "are"
-    return f"{_in_words(missing)} {are} missing: write {name}({', '.join(required)}{more})"
+    return f"{in_words(missing)} {are} missing: write {name}({', '.join(required)}{more})"
 
 
 def _required(call: Callable[..., Any]) -> list[str]:
@@ -209,10 +210,6 @@ def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _order(places: Iterable[str]) -> str:
     return ", ".join(each for each in places if each != "self")
-
-
-def _in_words(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _advice(name: str, known: Iterable[str], meant: Mapping[str, str] | None) -> str:
