@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from echelon.arguments import choices
 from echelon.checkpoint.collect import TAKEN, Objects, describe_or_fail
 from echelon.checkpoint.contents import Contents, Progress, contents_of
 from echelon.checkpoint.encoding import decode, tensor_names
+from echelon.checkpoint.loading import Checkpoint
 from echelon.checkpoint.model import Coordinates, ModelTensors, ranges_of, tensors_of
 from echelon.checkpoint.optimizer import Target, groups_of, is_cut, kind_of, restored, saved_states
 from echelon.checkpoint.param_groups import ParamGroup, match, merge
@@ -33,35 +34,12 @@ from echelon.wording import counted
 _OTHER = "an object with a state_dict"
 
 
-class Source(Protocol):
-    """Checkpoint that is read: `echelon.checkpoint.loading.Checkpoint`, or one in memory."""
-
-    @property
-    def step(self) -> int:
-        """Step at which it was saved."""
-
-    @property
-    def specs(self) -> Mapping[str, Spec]:
-        """All tensors."""
-
-    @property
-    def data(self) -> Mapping[str, Json]:
-        """Values of all ranks."""
-
-    @property
-    def own(self) -> Sequence[Mapping[str, Json]]:
-        """Values of each rank that saved."""
-
-    def read(self, wanted: Iterable[Wanted]) -> None:
-        """Fills the targets. Does not communicate."""
-
-
 @dataclass
 class _Live:
     """This rank's objects, under the names of the checkpoint."""
 
     objects: Objects
-    source: Source
+    source: Checkpoint
     contents: Contents
     place: Coordinates
     models: dict[str, ModelTensors]
@@ -79,7 +57,7 @@ class _Live:
 
 
 def restore(
-    source: Source,
+    source: Checkpoint,
     objects: Objects,
     group: ProcessGroup | None,
     *,
@@ -115,7 +93,7 @@ def restore(
             model.wrapped.reducer.follow(learned)
 
 
-def _describe(source: Source, contents: Contents, objects: Objects, place: Coordinates) -> _Live:
+def _describe(source: Checkpoint, contents: Contents, objects: Objects, place: Coordinates) -> _Live:
     models = {prefix: tensors_of(one, place, prefix, takes_meta=True) for prefix, one in objects.models.items()}
     saved, stored = _Names(source.specs, contents.aliases), {}
     for model in models.values():
@@ -474,7 +452,7 @@ def _placed(options: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _fill(source: Source, targets: Iterable[Target]) -> None:
+def _fill(source: Checkpoint, targets: Iterable[Target]) -> None:
     """Reads into targets: all of flat memory at once and in place, then each other one through a copy."""
     direct: list[Wanted] = []
     for target in targets:
