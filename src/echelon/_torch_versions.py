@@ -37,7 +37,6 @@ PRIVATE_NAMES = (
     "torch._C._TorchDispatchModeKey.FAKE",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
-    "torch._C._dispatch_get_all_op_names",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._dispatch_keys",
     "torch._C._distributed_c10d._DistributedBackendOptions",

@@ -11,17 +11,23 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 from echelon.errors import EchelonError, FileError, InvalidArgument, InvalidWorldSize
+from echelon.wording import in_words
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+def is_number(value: object) -> TypeGuard[Real]:
+    """Whether a value is a number. A bool is an int in Python, and a mistake."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def is_amount(value: object) -> bool:
     """Whether a value is a finite number of at least 0, such as seconds."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+    return is_number(value) and 0 <= float(value) < math.inf
 
 
 def is_factor(value: object) -> bool:
@@ -29,7 +35,7 @@ def is_factor(value: object) -> bool:
     return is_amount(value) and value != 0
 
 
-def is_count(value: object, least: int = 0) -> bool:
+def is_count(value: object, least: int = 0) -> TypeGuard[int]:
     """Whether a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -43,7 +49,7 @@ MAX_LOCAL_WORLD_SIZE = 4_096
 
 def check_world_size(world_size: object, name: str = "world_size", maximum: int = MAX_WORLD_SIZE) -> None:
     """Raises InvalidWorldSize unless `world_size`, given as `name`, is a number of ranks from 1 to `maximum`."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+    if not is_count(world_size, least=1):
         if callable(world_size):
             raise InvalidWorldSize(f"{name} is {named(world_size)}: the function comes first, then the number of ranks")
         raise InvalidWorldSize(f"{name}={world_size!r}: a world has at least 1 rank: give 1 or more")
@@ -61,21 +67,21 @@ def check_seconds(timeout: object) -> float:
     # Exact types first: an isinstance of numbers.Real takes ten times as long. nan fails the comparison.
     if (type(timeout) is float or type(timeout) is int) and timeout >= 0:
         return timeout
-    if isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) >= 0:  # numpy's, fractions
+    if is_number(timeout) and float(timeout) >= 0:  # numpy's, fractions
         return float(timeout)
     raise InvalidArgument(f"timeout={shown(timeout)}: use a number of seconds, 0 or more, or None for the group's own")
 
 
 def check_default_timeout(timeout: object, error: type[EchelonError]) -> float:
     """Returns the default timeout of a group's calls. Raises `error` unless it is a number above 0."""
-    if isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) > 0:
+    if is_number(timeout) and float(timeout) > 0:
         return float(timeout)
     raise error(f"timeout={shown(timeout)}: use a number of seconds above 0")
 
 
 def check_bucket_mb(size: object) -> float:
     """Returns the size of a bucket in mebibytes. Raises InvalidArgument unless it is a number above 0."""
-    if isinstance(size, Real) and not isinstance(size, bool) and float(size) > 0:
+    if is_number(size) and float(size) > 0:
         return float(size)
     raise InvalidArgument(f"bucket_mb={shown(size)}: use a size in mebibytes above 0, such as 25")
 
@@ -190,7 +196,7 @@ def missing_arguments(call: Callable[..., Any], missing: Sequence[str]) -> str:
     name = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     more = ", ..." if len(_parameters(call)) > len(required) else ""
     are = "is" if len(missing) == 1 else "are"
-    return f"{_in_words(missing)} {are} missing: write {name}({', '.join(required)}{more})"
+    return f"{in_words(missing)} {are} missing: write {name}({', '.join(required)}{more})"
 
 
 def _required(call: Callable[..., Any]) -> list[str]:
@@ -204,10 +210,6 @@ def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _order(places: Iterable[str]) -> str:
     return ", ".join(each for each in places if each != "self")
-
-
-def _in_words(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _advice(name: str, known: Iterable[str], meant: Mapping[str, str] | None) -> str:

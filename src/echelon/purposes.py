@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from echelon.wording import listed
@@ -88,21 +88,28 @@ def cure_of(calls: Mapping[int, str], *, have_ended: bool = False) -> str:
             cure = f"{_SAME_BATCHES}, and evaluate on every rank"
         if have_ended and not cures:
             return f"{behind}: {cure}"
-        may_be_alone = not have_ended and not cures
-        own = _OWN_CALL.match(calls[others[0]]) if may_be_alone else None
-        if may_be_alone and FORWARD in found:
-            verb = "validates" if len(stepping) == 1 else "validate"
-            cures.append(f"if {listed(stepping)} {verb} alone, call ddp.module there, in eval mode")
-        if own:
-            verb = "calls" if len(others) == 1 else "call"
-            cures.append(f"if {listed(others)} {verb} {own[1]} alone, call it on every rank")
-        cures.append(f"if {behind}, {cure}")
-        # Without a step it is of torch's DDP, which leaves out the buckets of parameters without a gradient.
-        if own and BACKWARD in found and not any(_STEP in calls[rank] for rank in stepping):
-            cures.append("if some ranks leave parameters unused, give DDP find_unused_parameters=True")
+        before, after = ([], []) if have_ended or cures else _cures_of_lone_calls(calls, found, stepping, others)
+        cures += [*before, f"if {behind}, {cure}", *after]
     elif stepping:
         cures.append("run as many forwards and backwards on every rank, which takes the same number of batches")
     return "; ".join(cures)
+
+
+def _cures_of_lone_calls(
+    calls: Mapping[int, str], found: Collection[str], stepping: Sequence[int], others: Sequence[int]
+) -> tuple[list[str], list[str]]:
+    """Returns the advice that comes before, and after, that on ranks which ran fewer steps."""
+    before, after = [], []
+    if FORWARD in found:
+        verb = "validates" if len(stepping) == 1 else "validate"
+        before.append(f"if {listed(stepping)} {verb} alone, call ddp.module there, in eval mode")
+    if own := _OWN_CALL.match(calls[others[0]]):
+        verb = "calls" if len(others) == 1 else "call"
+        before.append(f"if {listed(others)} {verb} {own[1]} alone, call it on every rank")
+        # Without a step it is of torch's DDP, which leaves out the buckets of parameters without a gradient.
+        if BACKWARD in found and not any(_STEP in calls[rank] for rank in stepping):
+            after.append("if some ranks leave parameters unused, give DDP find_unused_parameters=True")
+    return before, after
 
 
 def _cure_of_sharded(calls: Mapping[int, str]) -> str:

@@ -17,6 +17,11 @@ def with_article(name: str) -> str:
     return f"{'an' if name[:1].lower() in set('aefhilmnorsx' if is_spelled else 'aeiou') else 'a'} {name}"
 
 
+def in_words(names: Sequence[str]) -> str:
+    """Returns names as they are spoken: "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 _MOST_LISTED = 8
 """Most ranges of ranks that are written out."""
 

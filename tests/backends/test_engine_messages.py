@@ -15,7 +15,7 @@ import echelon
 from echelon.backends.torch_distributed import backend as torch_backend
 from echelon.backends.torch_distributed import messages
 from echelon.backends.torch_distributed.engine import Engine
-from echelon.backends.torch_distributed.messages import Channel, Route
+from echelon.backends.torch_distributed.messages import EngineChannel, Route
 from echelon.backends.work import Work
 from echelon.group.group import ProcessGroup
 from echelon.pipeline import Pipeline
@@ -157,7 +157,7 @@ def test_a_peer_that_gives_up_while_the_engine_waits_for_it_is_named(carried, mo
         both.set()
         raise RuntimeError("the GPU has fallen off the bus")
 
-    monkeypatch.setattr(Channel, "send", never)
+    monkeypatch.setattr(EngineChannel, "send", never)
 
     def act(group):
         if group.rank == 0:
@@ -176,7 +176,7 @@ def test_a_peer_that_gives_up_while_the_engine_waits_for_it_is_named(carried, mo
 
 
 def test_messages_of_a_channel_begin_in_the_order_of_their_answers_however_these_arrive():
-    channel, begun = Channel(None, frozenset({"cpu"}), Route(0, 0, 1), -2), []
+    channel, begun = EngineChannel(None, frozenset({"cpu"}), Route(0, 0, 1), -2), []
     for number in (2, 3, 1, 4):
         channel.in_order(number, lambda number=number: begun.append(number))
     assert begun == [1, 2, 3, 4]

@@ -246,7 +246,7 @@ def programs(explorer, blocks, seed):
     def program(board):
         rank = board.rank
         rooms = RankRegions(explorer.window, count, rank)
-        shared = Shared(rank, count, False, board, rooms, None, None)
+        shared = Shared(rank, count, board, rooms, None, None)
         for number, (kind, op, length) in enumerate(zip(kinds, ops, lengths, strict=True), 1):
             own = values(number, rank, length).double()
             whole = torch.stack([values(number, peer, length) for peer in range(count)]).double()

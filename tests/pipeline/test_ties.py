@@ -6,7 +6,7 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Pipeline, split
-from echelon.pipeline.cut.ties import Place, find_ties
+from echelon.pipeline.cut.ties import ParameterPlace, find_ties
 from tests.helpers.one_process import make_batch, make_model
 
 
@@ -119,7 +119,7 @@ def test_running_statistics_of_two_stages_are_refused():
 
 def test_places_are_found_under_all_names():
     ties = find_ties(split(tied_model(), at=["4"]))
-    assert ties == [(Place(0, "0.weight"), Place(1, "6.weight"))]
+    assert ties == [(ParameterPlace(0, "0.weight"), ParameterPlace(1, "6.weight"))]
     assert find_ties(split(tied_model(), at=["7"])) == []
 
 

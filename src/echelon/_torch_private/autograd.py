@@ -162,9 +162,3 @@ def node_number() -> int:
 def accumulated_leaf() -> torch.Tensor | None:
     """Returns the leaf whose gradient this thread accumulates, also in hooks after that. None if it does not."""
     return getattr(torch._C._current_autograd_node(), "variable", None)
-
-
-def node_name() -> str:
-    """Returns the name of the node whose backward runs in this thread. Empty if there is none."""
-    node = torch._C._current_autograd_node()
-    return "" if node is None else node.name()

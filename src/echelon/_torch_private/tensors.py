@@ -220,12 +220,6 @@ def draws_random_numbers(operation: object) -> bool:
     return isinstance(operation, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in operation.tags
 
 
-def operators_of(namespace: str) -> tuple[str, ...]:
-    """Returns the names of all operators of a namespace, sorted. `dir(torch.ops...)` lists only used ones."""
-    known = [each.partition("::") for each in torch._C._dispatch_get_all_op_names()]
-    return tuple(sorted(name for space, _, name in known if space == namespace))
-
-
 def has_autocast(operator: str, key: str) -> bool:
     """Whether autocast of a device treats one of torch's operators, such as "softmax.int" for "AutocastCUDA"."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key))

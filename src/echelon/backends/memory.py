@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -152,6 +153,15 @@ def is_ordinary(tensor: object) -> bool:
         and not tensor.is_inference()
         and (tensor.data_ptr() > FAR_ADDRESS or has_address(tensor))
     )
+
+
+def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yields the tensors of arguments and of nested lists among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

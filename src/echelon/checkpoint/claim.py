@@ -84,7 +84,7 @@ def remove(folder: Folder, steps: Sequence[int]) -> None:
         lock.close()
 
 
-def settle_before_reading(fs: FileSystem, folder: str, patience: float = PATIENCE) -> None:
+def settle_before_reading(fs: FileSystem, folder: str) -> None:
     """Waits for writers of a job that has ended, so that the newest checkpoint is there. None of a job that runs.
 
     Raises:
@@ -101,7 +101,7 @@ def settle_before_reading(fs: FileSystem, folder: str, patience: float = PATIENC
         raise
     try:
         if lock.try_take():
-            settle(fs, folder, patience)
+            settle(fs, folder, PATIENCE)
             bring_back(fs, folder)
     finally:
         lock.close()

@@ -15,11 +15,12 @@ from torch import Tensor, nn, optim
 
 from echelon.arguments import named
 from echelon.checkpoint.encoding import Encoded, Sample, checksum, encode, joined, samples
-from echelon.checkpoint.model import ModelTensors, Place, is_sharded, ranges_of, spec_of, tensors_of
+from echelon.checkpoint.model import Coordinates, ModelTensors, is_sharded, ranges_of, spec_of, tensors_of
 from echelon.checkpoint.optimizer import OptimizerState, check_optimizer, kind_of, state_of
 from echelon.checkpoint.param_groups import ParamGroup, merge
 from echelon.checkpoint.random_states import process_state, states_of
 from echelon.checkpoint.state import Json, Piece, Spec, State
+from echelon.checkpoint.together import gather, rank_of
 from echelon.data import DataLoader, DistributedSampler
 from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup
@@ -130,7 +131,7 @@ class Collected(NamedTuple):
 class _Part:
     """This rank's part of a checkpoint, before the ranks have compared theirs."""
 
-    place: Place
+    place: Coordinates
     models: dict[str, ModelTensors] = field(default_factory=dict)
     optimizers: dict[str, OptimizerState] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
@@ -152,8 +153,7 @@ def collect(objects: Objects, group: ProcessGroup | None) -> Collected:
         InvalidArgument, UnsupportedOp: something cannot be stored; on all ranks.
         CheckpointError: another rank's part cannot be stored, or values that must be equal differ.
     """
-    rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
-    part, told = describe_or_fail(lambda: _describe(objects, rank, world_size), _told, group)
+    part, told = describe_or_fail(lambda: _describe(objects, Coordinates.of(group)), _told, group)
     _compare(part, told)
     _compare_replicas(told)
     data = _data(part, told)
@@ -162,7 +162,7 @@ def collect(objects: Objects, group: ProcessGroup | None) -> Collected:
     if pipeline is not None:
         layout["schedule"] = pipeline.schedule.name
     seed = None if pipeline is None else pipeline.seed
-    return Collected(_state(part, told, data, rank), seed, layout, _not_finite(told))
+    return Collected(_state(part, told, data, rank_of(group)), seed, layout, _not_finite(told))
 
 
 def describe_or_fail(
@@ -180,7 +180,7 @@ def describe_or_fail(
         text = tell(mine)
     except Exception as error:  # also of the user's state_dict(): the others must not wait for this rank
         failure, text = error, {"error": summarize(error)}
-    told = [text] if group is None else cast("list[dict[str, Any]]", group.all_gather_object(text))
+    told: list[dict[str, Any]] = gather(group, text)
     if failure is not None:
         raise failure
     for number, each in enumerate(told):
@@ -189,14 +189,9 @@ def describe_or_fail(
     return mine, told
 
 
-def place_of(models: Mapping[str, ModelTensors], rank: int, world_size: int) -> Place:
-    """Returns this rank's place in the layout of the model."""
-    return models[""].place if "" in models else Place(rank, world_size, 0, 1)
-
-
-def _describe(objects: Objects, rank: int, world_size: int) -> _Part:
-    models = {prefix: tensors_of(one, rank, world_size, prefix) for prefix, one in objects.models.items()}
-    part = _Part(place_of(models, rank, world_size), models)
+def _describe(objects: Objects, place: Coordinates) -> _Part:
+    models = {prefix: tensors_of(one, place, prefix) for prefix, one in objects.models.items()}
+    part = _Part(models[""].place if "" in models else place, models)
     names = {key: name for each in models.values() for key, name in each.names.items()}
     for section, optimizer in objects.optimizers.items():
         part.optimizers[section] = state_of(optimizer, names, section)
@@ -396,6 +391,13 @@ class _Writer:
         for name, tensor in encoded.tensors.items():
             self.add(name + suffix, spec_of(tensor), [(0, tensor)])
 
+    def add_optimizer(self, state: OptimizerState, suffix: str) -> None:
+        ranges: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in state.specs}
+        for piece in state.pieces:
+            ranges[piece.name].append((piece.start, piece.values))
+        for name, spec in state.specs.items():
+            self.add(name + suffix, spec, ranges[name])
+
 
 def _state(part: _Part, told: Sequence[Mapping[str, Any]], data: dict[str, Json], rank: int) -> State:
     """Returns the state under its names: values of a rank alone end with @ and the rank."""
@@ -415,11 +417,7 @@ def _state(part: _Part, told: Sequence[Mapping[str, Any]], data: dict[str, Json]
     # Parameters that each replica has for itself have such a state.
     suffix = copy if any(model.is_local for model in part.models.values()) else ""
     for one in part.optimizers.values():
-        starts: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in one.specs}
-        for piece in one.pieces:
-            starts[piece.name].append((piece.start, piece.values))
-        for name, spec in one.specs.items():
-            writer.add(name + suffix, spec, starts[name])
+        writer.add_optimizer(one, suffix)
     own = dict(part.own)
     for name, encoded in part.shared.items():
         if name in cast("dict[str, Json]", data["shared"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from typing import cast
 
@@ -13,7 +12,7 @@ from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.checkpoint.model import wrapped_by
 from echelon.data_parallel.zero import ZeroOptimizer
 from echelon.errors import InvalidArgument
-from echelon.group.group import JsonLike, ProcessGroup
+from echelon.group.group import JsonLike, ProcessGroup, context_of
 from echelon.interop.process_group import EchelonProcessGroup
 from echelon.launch.init import carry, current_group, end_with_program
 from echelon.launch.torch_store import connect_default_group
@@ -70,10 +69,8 @@ def _grid(stages: ProcessGroup, replicas: ProcessGroup) -> ProcessGroup:
     told = replicas.all_gather_object([str(stages.context), list[JsonLike](stages.ranks)])
     rows = cast("list[tuple[str, list[int]]]", told)
     ranks = sorted(rank for _, row in rows for rank in row)
-    # Every rank derives the same context from those of the pipelines, so no message is needed between columns. The top
-    # bit keeps it apart from small numbers such as the world's context, 1.
-    text = f"checkpoint of the pipelines {sorted(context for context, _ in rows)}"
-    context = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1 << 63
+    # Every rank derives the same context from those of the pipelines, so no message is needed between columns.
+    context = context_of(f"checkpoint of the pipelines {sorted(context for context, _ in rows)}")
     return ProcessGroup(
         stages.backend, ranks, context=context, timeout=stages.timeout, name="stages and replicas", table=stages.table
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,13 +43,13 @@ def export_hf(checkpoint: Checkpoint, folder: str, config: str | None = None, *,
         CheckpointError: the checkpoint is damaged.
     """
     settings = _config(checkpoint, config)
-    names = list(cast("dict[str, list[str]]", checkpoint.data.get("models", {})).get("", []))
+    names: list[str] = checkpoint.data.get("models", {}).get("", [])
     if not names:
         raise InvalidArgument(f"the checkpoint of step {checkpoint.step} has no model: export one that was saved")
     stored = {name: name for name in names}
     if settings.get("tie_word_embeddings") is False:
         # transformers looks for both names, unless it ties the weights itself.
-        stored |= cast("dict[str, str]", checkpoint.data["aliases"])
+        stored |= checkpoint.data["aliases"]
     make_empty_folder(folder)
     parts = _shards(checkpoint, stored, shard)
     files: list[str] = []
@@ -87,7 +87,7 @@ def _config(checkpoint: Checkpoint, config: str | None) -> dict[str, Any]:
         except ValueError as error:
             raise FileError(f"cannot read {path}: {error}; give a config.json") from None
     else:
-        saved = cast("dict[str, Json]", checkpoint.data.get("shared", {})).get("extra/config")
+        saved: Json = checkpoint.data.get("shared", {}).get("extra/config")
         found = decode(saved, read_all(checkpoint, tensor_names(saved)).__getitem__)
     if not isinstance(found, dict):
         raise InvalidArgument(

@@ -17,6 +17,7 @@ from echelon.backends.admission import check_values
 from echelon.checkpoint.state import Spec
 from echelon.data_parallel.ddp import DistributedDataParallel, Unwrapped, unwrap
 from echelon.errors import InvalidArgument, UnsupportedOp
+from echelon.group import ProcessGroup
 from echelon.pipeline.run.pipeline import Pipeline
 
 _EXTRA_STATE = "_extra_state"
@@ -31,20 +32,25 @@ class Range(NamedTuple):
     """The elements where they are, as a view."""
 
 
-class Place(NamedTuple):
-    """This rank's coordinates in the layout, for values that belong to ranks."""
+class Coordinates(NamedTuple):
+    """Place of a rank in the layout, for values that belong to ranks."""
 
     dp: int
     num_dp: int
     pp: int
     num_pp: int
 
+    @classmethod
+    def of(cls, group: ProcessGroup | None) -> Coordinates:
+        """Returns this rank's place if each rank has the whole model. `group`: None for one rank."""
+        return cls(0, 1, 0, 1) if group is None else cls(group.rank, group.world_size, 0, 1)
+
 
 @dataclass
 class ModelTensors:
     """Parameters and persistent buffers that this rank holds, each once."""
 
-    place: Place
+    place: Coordinates
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Live tensors by name. A tied weight has one name."""
     aliases: dict[str, str] = field(default_factory=dict)
@@ -68,14 +74,12 @@ class ModelTensors:
         return hook is not None and hook.leaves_gradients
 
 
-def tensors_of(
-    model: object, rank: int, world_size: int, prefix: str = "", *, takes_meta: bool = False
-) -> ModelTensors:
+def tensors_of(model: object, place: Coordinates, prefix: str = "", *, takes_meta: bool = False) -> ModelTensors:
     """Returns the tensors of a model that this rank holds.
 
     Args:
         model: a module, plain, compiled or wrapped, or a Pipeline.
-        rank, world_size: of the group that saves or loads.
+        place: of this rank, if `model` is not wrapped.
         prefix: begins all names.
         takes_meta: whether tensors may be on the meta device, to get memory later.
 
@@ -86,13 +90,7 @@ def tensors_of(
     if isinstance(model, Pipeline):
         replicas = model.data_parallel
         found = ModelTensors(
-            Place(
-                0 if replicas is None else replicas.rank,
-                1 if replicas is None else replicas.world_size,
-                model.group.rank,
-                model.group.world_size,
-            ),
-            pipeline=model,
+            Coordinates.of(replicas)._replace(pp=model.group.rank, num_pp=model.group.world_size), pipeline=model
         )
         for stage in model.stages:
             _add(found, stage.module, prefix + stage.prefix, takes_meta)
@@ -101,9 +99,7 @@ def tensors_of(
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model is {named(model)}: pass a module, a DistributedDataParallel or a Pipeline")
     wrapped = wrapped_by(model)
-    if wrapped is not None:
-        rank, world_size = wrapped.group.rank, wrapped.group.world_size
-    found = ModelTensors(Place(rank, world_size, 0, 1), wrapped=wrapped)
+    found = ModelTensors(place if wrapped is None else Coordinates.of(wrapped.group), wrapped=wrapped)
     _add(found, _unwrapped(model), prefix, takes_meta)
     return found
 

@@ -6,7 +6,7 @@ ZeroOptimizer or as a DTensor. Other tensors are whole on every rank that has a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +32,25 @@ class OptimizerState(NamedTuple):
     """Options of each group; their tensors are the same on all ranks."""
     values: dict[str, Json]
     """Values that are no tensors, by the name under which a tensor would be stored."""
+
+    def add_tensor(self, name: str, spec: Spec, ranges: Iterable[tuple[int, Tensor]]) -> None:
+        """Adds the ranges of a tensor that this rank holds."""
+        self.specs[name] = spec
+        self.pieces.extend(Piece(name, *each) for each in ranges)
+
+    def add_encoded(self, encoded: Encoded) -> None:
+        """Adds the tensors of a value."""
+        for name, tensor in encoded.tensors.items():
+            self.add_tensor(name, spec_of(tensor), [(0, tensor)])
+
+    def add(self, name: str, value: object) -> None:
+        """Adds the part of a tensor that this rank holds, or another value."""
+        if isinstance(value, Tensor):
+            self.add_tensor(name, spec_of(value), ranges_of(value, name))
+        else:
+            encoded = encode(value, name)
+            self.values[name] = encoded.data
+            self.add_encoded(encoded)
 
 
 class Target(NamedTuple):
@@ -97,19 +116,14 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], section
     """
     found = OptimizerState({}, [], groups_of(optimizer, names, section), options_of(optimizer, section), {})
     for options in found.options:
-        _add_tensors(found, options)
+        found.add_encoded(options)
     if isinstance(optimizer, ZeroOptimizer):
         _add_shards(found, optimizer, names, section)
         return found
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
-                name = _key_name(section, names[id(parameter)], key)
-                if isinstance(value, Tensor):
-                    found.specs[name] = spec_of(value)
-                    found.pieces.extend(Piece(name, *each) for each in ranges_of(value, name))
-                else:
-                    _add_value(found, value, name)
+                found.add(_key_name(section, names[id(parameter)], key), value)
     return found
 
 
@@ -130,18 +144,6 @@ def _key_name(section: str, parameter: str, key: object) -> str:
     return f"{section}/state/{parameter}/{key}"
 
 
-def _add_value(found: OptimizerState, value: object, name: str) -> None:
-    encoded = encode(value, name)
-    found.values[name] = encoded.data
-    _add_tensors(found, encoded)
-
-
-def _add_tensors(found: OptimizerState, encoded: Encoded) -> None:
-    for name, tensor in encoded.tensors.items():
-        found.specs[name] = spec_of(tensor)
-        found.pieces.append(Piece(name, 0, tensor))
-
-
 def _add_shards(found: OptimizerState, optimizer: ZeroOptimizer, names: Mapping[int, str], section: str) -> None:
     transposed = []
     for parameter, piece, view in optimizer.shards:
@@ -151,26 +153,18 @@ def _add_shards(found: OptimizerState, optimizer: ZeroOptimizer, names: Mapping[
             continue
         for key, value in state.items():
             name = _key_name(section, names[id(parameter)], key)
-            if not isinstance(value, Tensor):
-                _add_value(found, value, name)
-            elif value.dim():
-                found.specs[name] = Spec(tuple(parameter.shape), value.dtype)
-                found.pieces.append(Piece(name, piece.start, value.detach()))
+            if isinstance(value, Tensor) and value.dim():
+                spec = Spec(tuple(parameter.shape), value.dtype)
+                found.add_tensor(name, spec, [(piece.start, value.detach())])
             else:
-                found.specs[name] = spec_of(value)
-                found.pieces.append(Piece(name, 0, value.detach()))
+                found.add(name, value)
     # Shards are cut in the order of memory, which is not that of the elements here: whole states are stored.
     # All parameters are asked, as gather_state is collective: this rank may have no part of a transposed one.
     if any(not parameter.is_contiguous() for parameter in optimizer.whole_parameters):
         whole = gather_state(transposed, optimizer.whole_parameters, optimizer.group)
         for number, state in whole.items():
             for key, value in state.items():
-                name = _key_name(section, names[id(optimizer.whole_parameters[number])], key)
-                if isinstance(value, Tensor):
-                    found.specs[name] = spec_of(value)
-                    found.pieces.append(Piece(name, 0, value))
-                else:
-                    _add_value(found, value, name)
+                found.add(_key_name(section, names[id(optimizer.whole_parameters[number])], key), value)
 
 
 class SavedState(NamedTuple):
@@ -241,27 +235,25 @@ def restored(
         for key, value in values.items():
             state[key] = decode(value, partial(_read_to, view.device, tensor_of))
         for key, stored in tensors.items():
-            spec = specs[stored]
-            shape = (view.numel(),) if view is not parameter and is_cut(key, spec, parameter) else spec.shape
-            state[key] = fitting = _fitting(before.get(key), shape, spec.dtype)
-            if not is_cut(key, spec, parameter):
-                if fitting is None:
-                    state[key] = _small(spec, key, view, options[id(parameter)])
-                yield Target(rename(stored), 0, state[key])
+            spec, name = specs[stored], rename(stored)
+            has_cut = is_cut(key, spec, parameter)
+            shape = (view.numel(),) if has_cut and view is not parameter else spec.shape
+            target = _fitting(before.get(key), shape, spec.dtype)
+            if target is None and has_cut:
+                target = torch.empty_like(view, dtype=spec.dtype, requires_grad=False)
+            elif target is None:
+                target = _small(spec, key, view, options[id(parameter)])
+            state[key] = target
+            if not has_cut:
+                yield Target(name, 0, target)
             elif view is parameter:
-                if fitting is None:
-                    state[key] = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False)
-                for begin, values_here in ranges_of(state[key], stored):
-                    yield Target(rename(stored), begin, values_here)
+                yield from (Target(name, *each) for each in ranges_of(target, stored))
+            elif parameter.is_contiguous():
+                yield Target(name, start, target)
             else:
-                if fitting is None:
-                    state[key] = torch.empty_like(view, dtype=spec.dtype, requires_grad=False)
-                if parameter.is_contiguous():
-                    yield Target(rename(stored), start, state[key])
-                else:
-                    whole = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False)
-                    yield Target(rename(stored), 0, whole)
-                    state[key].copy_(in_memory_order(whole)[start : start + view.numel()])
+                whole = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False)
+                yield Target(name, 0, whole)
+                target.copy_(in_memory_order(whole)[start : start + view.numel()])
         if state:
             # In the order in which the optimizer has made them, as its state_dict shows it.
             states[view] = {key: state[key] for key in (*before, *state) if key in state}

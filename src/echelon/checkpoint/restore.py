@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from echelon.arguments import choices
-from echelon.checkpoint.collect import TAKEN, Objects, describe_or_fail, place_of
-from echelon.checkpoint.contents import check_contents
+from echelon.checkpoint.collect import TAKEN, Objects, describe_or_fail
+from echelon.checkpoint.contents import Contents, Progress, contents_of
 from echelon.checkpoint.encoding import decode, tensor_names
-from echelon.checkpoint.model import ModelTensors, Place, ranges_of, tensors_of
+from echelon.checkpoint.loading import Checkpoint
+from echelon.checkpoint.model import Coordinates, ModelTensors, ranges_of, tensors_of
 from echelon.checkpoint.optimizer import Target, groups_of, is_cut, kind_of, restored, saved_states
 from echelon.checkpoint.param_groups import ParamGroup, match, merge
 from echelon.checkpoint.random_states import set_process_state, set_states
 from echelon.checkpoint.state import Json, Spec, Wanted
-from echelon.checkpoint.together import together
-from echelon.data_parallel.reducer import Learned
+from echelon.checkpoint.together import rank_of, together
 from echelon.data_parallel.zero import ZeroOptimizer
 from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup
@@ -34,36 +34,14 @@ from echelon.wording import counted
 _OTHER = "an object with a state_dict"
 
 
-class Source(Protocol):
-    """Checkpoint that is read: `echelon.checkpoint.loading.Checkpoint`, or one in memory."""
-
-    @property
-    def step(self) -> int:
-        """Step at which it was saved."""
-
-    @property
-    def specs(self) -> Mapping[str, Spec]:
-        """All tensors."""
-
-    @property
-    def data(self) -> Mapping[str, Json]:
-        """Values of all ranks."""
-
-    @property
-    def own(self) -> Sequence[Mapping[str, Json]]:
-        """Values of each rank that saved."""
-
-    def read(self, wanted: Iterable[Wanted]) -> None:
-        """Fills the targets. Does not communicate."""
-
-
 @dataclass
 class _Live:
     """This rank's objects, under the names of the checkpoint."""
 
     objects: Objects
-    source: Source
-    place: Place
+    source: Checkpoint
+    contents: Contents
+    place: Coordinates
     models: dict[str, ModelTensors]
     stored: dict[str, str]
     """Name in the checkpoint of each tensor that has one."""
@@ -79,7 +57,7 @@ class _Live:
 
 
 def restore(
-    source: Source,
+    source: Checkpoint,
     objects: Objects,
     group: ProcessGroup | None,
     *,
@@ -98,28 +76,26 @@ def restore(
         CheckpointError: a file cannot be read, or the manifest has values that no save writes.
     """
     # Before any object changes: a value of another form would be noticed halfway.
-    check_contents(source.step, source.data, len(source.own))
-    rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
+    contents = contents_of(source.step, source.data, len(source.own))
     live, told = describe_or_fail(
-        lambda: _describe(source, objects, rank, world_size), lambda one: _told(one) | {"strict": strict}, group
+        lambda: _describe(source, contents, objects, Coordinates.of(group)),
+        lambda one: _told(one) | {"strict": strict},
+        group,
     )
     _compare_calls(told)
-    _compare_models(source, told, set(live.models), strict)
-    matched = _match_groups(source, live, told, strict)
-    live.own_rank = _own_rank(source, live.place, rank, [Place(*each["place"]) for each in told])
+    _compare_models(live, told, strict)
+    matched = _match_groups(live, told, strict)
+    live.own_rank = _own_rank(live, rank_of(group), [Coordinates(*each["place"]) for each in told])
     together(group, lambda: _read_values(live, strict))
     together(group, lambda: _apply(live, matched))
     for prefix, model in live.models.items():  # lays out buckets anew, which all ranks do together
-        if model.wrapped is not None and (learned := _progress(source, prefix).get("order")) is not None:
-            in_one = bool(_progress(source, prefix)["in_one"])
-            model.wrapped.reducer.follow(Learned(cast("list[str]", learned), in_one))
+        if model.wrapped is not None and (learned := _progress(live, prefix).learned) is not None:
+            model.wrapped.reducer.follow(learned)
 
 
-def _describe(source: Source, objects: Objects, rank: int, world_size: int) -> _Live:
-    models = {
-        prefix: tensors_of(one, rank, world_size, prefix, takes_meta=True) for prefix, one in objects.models.items()
-    }
-    saved, stored = _Names(source), {}
+def _describe(source: Checkpoint, contents: Contents, objects: Objects, place: Coordinates) -> _Live:
+    models = {prefix: tensors_of(one, place, prefix, takes_meta=True) for prefix, one in objects.models.items()}
+    saved, stored = _Names(source.specs, contents.aliases), {}
     for model in models.values():
         others: dict[str, list[str]] = {}
         for other, name in model.aliases.items():
@@ -128,7 +104,8 @@ def _describe(source: Source, objects: Objects, rank: int, world_size: int) -> _
             if (found := saved.find(name, others.get(name, ()))) is not None:
                 stored[name] = found
     named = {key: stored.get(name, name) for each in models.values() for key, name in each.names.items()}
-    live = _Live(objects, source, place_of(models, rank, world_size), models, stored, named, {})
+    where = models[""].place if "" in models else place
+    live = _Live(objects, source, contents, where, models, stored, named, {})
     for section, optimizer in objects.optimizers.items():
         live.groups[section] = groups_of(optimizer, named, section)
     objects.check()
@@ -138,9 +115,9 @@ def _describe(source: Source, objects: Objects, rank: int, world_size: int) -> _
 class _Names:
     """Names of the models' tensors in a checkpoint."""
 
-    def __init__(self, source: Source) -> None:
-        self._specs = source.specs
-        self._aliases = cast("dict[str, str]", source.data["aliases"])
+    def __init__(self, specs: Mapping[str, Spec], aliases: Mapping[str, str]) -> None:
+        self._specs = specs
+        self._aliases = aliases
         self._others: dict[str, list[str]] = {}
         for other, name in self._aliases.items():
             self._others.setdefault(name, []).append(other)
@@ -186,48 +163,42 @@ def _compare_calls(told: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _compare_models(source: Source, told: Sequence[Mapping[str, Any]], prefixes: set[str], strict: bool) -> None:
+def _compare_models(live: _Live, told: Sequence[Mapping[str, Any]], strict: bool) -> None:
     """Raises InvalidArgument if the models differ from the saved ones."""
-    problems: dict[str, str] = {}
+    saved = live.contents.models
+    for prefix in sorted(set(live.models) - set(saved)):  # even without `strict`: all of its values would be missing
+        raise _absent(live, prefix.removesuffix("/") or "model", "a model", or_not_strict=False)
     covered: set[str] = set()
-    can_go_by_names = strict
-    models = cast("dict[str, list[str]]", source.data["models"])
-    for prefix in sorted(prefixes - set(models)):  # even without `strict`: all of its values would be missing
-        raise _absent(source, prefix.removesuffix("/") or "model", "a model", or_not_strict=False)
+    missing: dict[str, str] = {}
+    changed: dict[str, str] = {}
     for each in told:
         for name, (stored, shape, dtype) in each["tensors"].items():
             if not stored:
-                if strict:
-                    problems[name] = f"{name} is not in the checkpoint"
+                missing[name] = f"{name} is not in the checkpoint"
                 continue
             covered.add(stored)
-            spec = source.specs[stored]
-            if list(spec.shape) != shape or str(spec.dtype) != dtype:
-                saved = _described(spec.shape, str(spec.dtype))
-                problems[name] = f"{name} is {_described(shape, dtype)} here and {saved} in the checkpoint"
-                can_go_by_names = False
-    if strict:
-        for prefix in prefixes:
-            for name in sorted(set(models[prefix]) - covered):
-                problems[name] = f"{name} is in the checkpoint only"
+            spec = live.source.specs[stored]
+            here, there = _described(shape, dtype), _described(spec.shape, str(spec.dtype))
+            if here != there:
+                changed[name] = f"{name} is {here} here and {there} in the checkpoint"
+    names_saved = [name for prefix in live.models for name in saved[prefix]]
+    missing |= {name: f"{name} is in the checkpoint only" for name in set(names_saved) - covered}
+    problems = missing | changed if strict else changed
     if problems:
-        count = len(problems)
-        listed = "; ".join([problems[name] for name in sorted(problems)][:3]) + (
-            f"; and {count - 3} more" * (count > 3)
-        )
         # With few common names strict=False would leave most of the model as it is, without a word.
-        num_saved = sum(len(models[prefix]) for prefix in prefixes)
-        num_here = len({name for each in told for name in each["tensors"]})
-        is_akin = 2 * len(covered) > min(num_saved, num_here)
+        names_here = {name for each in told for name in each["tensors"]}
+        is_akin = 2 * len(covered) > min(len(names_saved), len(names_here))
         advice = "load into the model that was saved"
-        if can_go_by_names and is_akin:
-            advice += ", or pass strict=False to go by names"
-        elif not is_akin:
+        if not is_akin:
             common = f"only {counted(len(covered), 'name')}" if covered else "no name"
             advice = f"{common} on both sides: {advice}"
+        elif strict and not changed:
+            advice += ", or pass strict=False to go by names"
+        count = len(problems)
+        listed = [problems[name] for name in sorted(problems)][:3] + [f"and {count - 3} more"] * (count > 3)
         raise InvalidArgument(
-            f"the checkpoint of step {source.step} is of another model, with {count} "
-            f"difference{'s' * (count > 1)}: {listed}: {advice}"
+            f"the checkpoint of step {live.source.step} is of another model, with {counted(count, 'difference')}: "
+            f"{'; '.join(listed)}: {advice}"
         )
 
 
@@ -235,15 +206,13 @@ def _described(shape: Sequence[int], dtype: str) -> str:
     return f"{dtype.removeprefix('torch.')}{list(shape)}"
 
 
-def _match_groups(
-    source: Source, live: _Live, told: Sequence[Mapping[str, Any]], strict: bool
-) -> dict[str, list[Json]]:
+def _match_groups(live: _Live, told: Sequence[Mapping[str, Any]], strict: bool) -> dict[str, list[Json]]:
     """Returns the saved options for each param group of this rank, by section. None: the group keeps its own."""
-    kinds, found = cast("dict[str, str]", source.data["kinds"]), {}
+    kinds, found = live.contents.kinds, {}
     for section, mine in live.groups.items():
         if section not in kinds:
             if strict:
-                raise _absent(source, section, "an optimizer")
+                raise _absent(live, section, "an optimizer")
             continue
         kind = kind_of(live.objects.optimizers[section])
         if kinds[section] and kind != kinds[section] and strict:  # an imported checkpoint has none
@@ -251,8 +220,7 @@ def _match_groups(
                 f"the {section} is {kind} here and {kinds[section]} in the checkpoint: make the optimizer that was "
                 "saved, or leave it out"
             )
-        raw = cast("dict[str, Any]", source.data["groups"])[section]
-        saved = [ParamGroup(tuple(each["params"]), each["options"]) for each in raw]
+        saved = live.contents.groups[section]
         by_rank = [[ParamGroup(tuple(names), options) for names, options in each["groups"][section]] for each in told]
         merged = merge(by_rank, section)
         indices = match(saved, merged, section, strict=strict)
@@ -262,16 +230,16 @@ def _match_groups(
             index = next((index for each, index in zip(merged, indices, strict=True) if names & set(each.names)), None)
             options.append(None if index is None else saved[index].options)
         found[section] = options
-        _check_shapes(source, live, section)
+        _check_shapes(live, section)
     return found
 
 
-def _absent(source: Source, name: str, kind: str, *, or_not_strict: bool = True) -> InvalidArgument:
+def _absent(live: _Live, name: str, kind: str, *, or_not_strict: bool = True) -> InvalidArgument:
     """Returns the error for an object that was not saved, or not under its name, with the names that were."""
-    data = cast("dict[str, dict[str, Json]]", source.data)
-    saved = {prefix.removesuffix("/") or "model": "a model" for prefix in data["models"]}
-    saved |= dict.fromkeys(data["groups"], "an optimizer")
-    others = {one for values in (data["shared"], *source.own) for one in values if "/" not in one} - TAKEN
+    source, contents = live.source, live.contents
+    saved = {prefix.removesuffix("/") or "model": "a model" for prefix in contents.models}
+    saved |= dict.fromkeys(contents.groups, "an optimizer")
+    others = {one for values in (contents.shared, *source.own) for one in values if "/" not in one} - TAKEN
     saved |= dict.fromkeys(sorted(others), _OTHER)
     if name in saved:
         text = f"{name} is {kind} here and {saved[name]} in the checkpoint of step {source.step}: pass what was saved, "
@@ -283,16 +251,17 @@ def _absent(source: Source, name: str, kind: str, *, or_not_strict: bool = True)
     return InvalidArgument(text + ("leave it out, or pass strict=False" if or_not_strict else "or leave it out"))
 
 
-def _check_shapes(source: Source, live: _Live, section: str) -> None:
+def _check_shapes(live: _Live, section: str) -> None:
     """Raises InvalidArgument if the state of a parameter that is cut here cannot be cut."""
     optimizer = live.objects.optimizers[section]
     if not isinstance(optimizer, ZeroOptimizer):
         return
     names = [live.names[id(one)] for one in optimizer.whole_parameters]
-    saved = saved_states(names, source.specs, cast("dict[str, Json]", source.data["values"]), section)
+    specs = live.source.specs
+    saved = saved_states(names, specs, live.contents.values, section)
     for parameter, name in zip(optimizer.whole_parameters, names, strict=True):
         for key, stored in saved[name].tensors.items():
-            spec = source.specs[stored]
+            spec = specs[stored]
             if spec.shape and not is_cut(key, spec, parameter):
                 raise InvalidArgument(
                     f"{stored} has shape {spec.shape}, the parameter {tuple(parameter.shape)}, so ZeroOptimizer cannot "
@@ -300,40 +269,45 @@ def _check_shapes(source: Source, live: _Live, section: str) -> None:
                 )
 
 
-def _own_rank(source: Source, place: Place, rank: int, places: list[Place]) -> int | None:
+def _own_rank(live: _Live, rank: int, places: list[Coordinates]) -> int | None:
     """Returns the rank that saved this rank's own values.
 
     In the same layout it is this rank. In another one with as many data-parallel ranks, it is the first rank of the
     same data-parallel rank.
     """
-    saved = [Place(*cast("list[int]", each)) for each in cast("list[Json]", source.data["places"])]
-    if saved == places:
+    contents = live.contents
+    if contents.places == places:
         return rank
-    if saved[0].num_dp != place.num_dp:
+    if contents.num_dp != live.place.num_dp:
         return None
-    return next((number for number, each in enumerate(saved) if each.dp == place.dp), None)
+    return next((number for number, each in enumerate(contents.places) if each.dp == live.place.dp), None)
 
 
-def _progress(source: Source, prefix: str) -> dict[str, Json]:
-    return cast("dict[str, dict[str, Json]]", source.data["progress"]).get(prefix, {})
+def _progress(live: _Live, prefix: str) -> Progress:
+    return live.contents.progress.get(prefix, Progress())
 
 
 def _read_values(live: _Live, strict: bool) -> None:
     """Reads and decodes all values that are no tensors of a model or optimizer."""
-    source, objects = live.source, live.objects
-    shared = cast("dict[str, Json]", source.data["shared"])
+    found = _encoded_values(live, strict)
+    names = [one + suffix for data, suffix in found.values() for one in tensor_names(data)]
+    if unknown := sorted(set(names) - set(live.source.specs)):
+        raise CheckpointError(f"step {live.source.step} has no tensor {unknown[0]}, to which its manifest refers")
+    _read_small(live, names)
+    for name, (data, suffix) in found.items():
+        live.values[name] = _decoded(live, name, data, suffix)
+
+
+def _encoded_values(live: _Live, strict: bool) -> dict[str, tuple[Json, str]]:
+    """Returns the values for this rank's objects by name, each with the suffix of its tensors' names."""
+    source, objects, contents = live.source, live.objects, live.contents
+    shared = contents.shared
     own = source.own[live.own_rank] if live.own_rank is not None else {}
     by_rank = {name for each in source.own for name in each}
     wanted = [*objects.sections]
     wanted += [name for name in ("loader", "generators") if getattr(objects, name) is not None]
     if objects.extra is not None:
         wanted += sorted(name for name in {*shared, *by_rank} if name.startswith("extra/"))
-    kinds = cast("dict[str, str]", source.data["kinds"])
-    hooks = {f"{prefix}hook": each.wrapped.hook for prefix, each in live.models.items() if each.wrapped}
-    # The state of a hook of another class says nothing to this one, which begins without.
-    optional = [name for name, hook in hooks.items() if hook and kinds.get(name) in (None, type(hook).__name__)]
-    if objects.optimizer is not None:  # a run goes on; a model alone is loaded for use
-        optional.append("random")
     found: dict[str, tuple[Json, str]] = {}
     for name in wanted:
         if name in shared:
@@ -341,23 +315,21 @@ def _read_values(live: _Live, strict: bool) -> None:
         elif name in own:
             found[name] = (own[name], f"@{live.own_rank}")
         elif strict and name in by_rank:
-            saved = cast("list[list[int]]", source.data["places"])[0][1]
+            num_here = live.place.num_dp
             raise InvalidArgument(
-                f"{name} was saved by each of {saved} data-parallel ranks, and there are {live.place.num_dp} here: "
+                f"{name} was saved by each of {contents.num_dp} data-parallel ranks, and there are {num_here} here: "
                 "leave it out and place it by the step, or pass strict=False"
             )
         elif strict:
-            raise _absent(source, name, _OTHER)
+            raise _absent(live, name, _OTHER)
+    hooks = {f"{prefix}hook": each.wrapped.hook for prefix, each in live.models.items() if each.wrapped}
+    # The state of a hook of another class says nothing to this one, which begins without.
+    optional = [n for n, hook in hooks.items() if hook and contents.kinds.get(n) in (None, type(hook).__name__)]
+    if objects.optimizer is not None:  # a run goes on; a model alone is loaded for use
+        optional.append("random")
     found |= {name: (own[name], f"@{live.own_rank}") for name in optional if name in own}
-    for name, data in cast("dict[str, Json]", source.data["extra_state"]).items():
-        if any(name in each.extra_state for each in live.models.values()):
-            found[name] = (data, "")
-    names = [one + suffix for data, suffix in found.values() for one in tensor_names(data)]
-    if unknown := sorted(set(names) - set(source.specs)):
-        raise CheckpointError(f"step {source.step} has no tensor {unknown[0]}, to which its manifest refers")
-    _read_small(live, names)
-    for name, (data, suffix) in found.items():
-        live.values[name] = _decoded(live, name, data, suffix)
+    here = {name for each in live.models.values() for name in each.extra_state}
+    return found | {name: (data, "") for name, data in contents.extra_state.items() if name in here}
 
 
 def _decoded(live: _Live, name: str, data: Json, suffix: str) -> Any:
@@ -379,7 +351,7 @@ def _read_small(live: _Live, names: Iterable[str]) -> None:
 
 def _apply(live: _Live, matched: Mapping[str, list[Json]]) -> None:
     """Overwrites the objects."""
-    source, objects = live.source, live.objects
+    objects = live.objects
     for name, one in objects.sections.items():
         if name in live.values:
             one.load_state_dict(live.values[name])
@@ -388,17 +360,7 @@ def _apply(live: _Live, matched: Mapping[str, list[Json]]) -> None:
     if "generators" in live.values:
         set_states(objects.generators, live.values["generators"])
     for prefix, model in live.models.items():
-        _fill(source, _model_targets(live, model))
-        for name, module in model.extra_state.items():
-            if name in live.values:
-                module.set_extra_state(live.values[name])
-        if model.pipeline is not None and "num_steps" in _progress(source, prefix):
-            model.pipeline.num_steps = cast("int", _progress(source, prefix)["num_steps"])
-        if model.wrapped is not None:
-            # A checkpoint without it is of a job that begins by learning it.
-            model.wrapped.reducer.usual_samples = cast("float", _progress(source, prefix).get("usual_samples", 0.0))
-        if model.wrapped is not None and model.wrapped.hook is not None and f"{prefix}hook" in live.values:
-            model.wrapped.hook.load_state_dict(live.values[f"{prefix}hook"])
+        _apply_model(live, prefix, model)
     for section, options in matched.items():
         _load_optimizer(live, section, options)
     if objects.extra is not None:
@@ -406,6 +368,20 @@ def _apply(live: _Live, matched: Mapping[str, list[Json]]) -> None:
     # Last, as methods of the user's objects above may draw numbers.
     if "random" in live.values:
         set_process_state(live.values["random"])
+
+
+def _apply_model(live: _Live, prefix: str, model: ModelTensors) -> None:
+    progress, values = _progress(live, prefix), live.values
+    _fill(live.source, _model_targets(live, model))
+    for name, module in model.extra_state.items():
+        if name in values:
+            module.set_extra_state(values[name])
+    if model.pipeline is not None and progress.num_steps is not None:
+        model.pipeline.num_steps = progress.num_steps
+    if model.wrapped is not None:
+        model.wrapped.reducer.usual_samples = progress.usual_samples
+        if model.wrapped.hook is not None and f"{prefix}hook" in values:
+            model.wrapped.hook.load_state_dict(values[f"{prefix}hook"])
 
 
 def _fill_extra(extra: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -429,8 +405,7 @@ def _model_targets(live: _Live, model: ModelTensors) -> Iterator[Target]:
 def _copy_of(live: _Live, name: str, is_local: bool) -> str:
     """Returns the name of this data-parallel rank's copy if there is one, else the name."""
     copy = f"{name}@{live.place.dp}"
-    places = cast("list[list[int]]", live.source.data["places"])
-    is_there = is_local and places[0][1] == live.place.num_dp and copy in live.source.specs
+    is_there = is_local and live.contents.num_dp == live.place.num_dp and copy in live.source.specs
     return copy if is_there and live.place.dp else name
 
 
@@ -451,7 +426,7 @@ def _load_optimizer(live: _Live, section: str, options: Sequence[Json]) -> None:
     states = optimizer.local_state if isinstance(optimizer, ZeroOptimizer) else optimizer.state
     states.update(before)
     names = [live.names[id(one)] for group in optimizer.param_groups for one in group["params"]]
-    saved_ones = saved_states(names, source.specs, cast("dict[str, Json]", source.data["values"]), section)
+    saved_ones = saved_states(names, source.specs, live.contents.values, section)
     _read_small(
         live, sorted({one for each in saved_ones.values() for v in each.values.values() for one in tensor_names(v)})
     )
@@ -477,7 +452,7 @@ def _placed(options: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _fill(source: Source, targets: Iterable[Target]) -> None:
+def _fill(source: Checkpoint, targets: Iterable[Target]) -> None:
     """Reads into targets: all of flat memory at once and in place, then each other one through a copy."""
     direct: list[Wanted] = []
     for target in targets:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from echelon.arguments import reading, writing
+from echelon.checkpoint.contents import Contents, contents_of
 from echelon.checkpoint.encoding import Encoded, decode, encode, tensor_names
 from echelon.checkpoint.hugging_face import make_empty_folder, read_all
 from echelon.checkpoint.loading import Checkpoint
@@ -38,39 +39,33 @@ def export_dcp(checkpoint: Checkpoint, folder: str) -> int:
     """
     from torch.distributed.checkpoint.state_dict_saver import save  # takes a second
 
-    data = checkpoint.data
-    models = cast("dict[str, list[str]]", data["models"])
+    contents = contents_of(checkpoint.step, checkpoint.data, len(checkpoint.own))
     whole: dict[str, Any] = {"step": checkpoint.step}
-    if "" in models:
-        tensors = read_all(checkpoint, models[""])
-        aliases = cast("dict[str, str]", data["aliases"])
-        whole["model"] = tensors | {name: tensors[to] for name, to in aliases.items() if to in tensors}
-    for section, groups in cast("dict[str, list[dict[str, Any]]]", data["groups"]).items():
-        whole[section] = _optimizer(checkpoint, section, groups)
+    if "" in contents.models:
+        tensors = read_all(checkpoint, contents.models[""])
+        whole["model"] = tensors | {name: tensors[to] for name, to in contents.aliases.items() if to in tensors}
+    for section in contents.groups:
+        whole[section] = _optimizer(checkpoint, contents, section)
     make_empty_folder(folder)
     with writing(folder), _one_process():
         save(whole, checkpoint_id=folder, no_dist=True)
     return len(checkpoint.specs)
 
 
-def _optimizer(checkpoint: Checkpoint, section: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    data = checkpoint.data
-    names = [name for group in groups for name in group["params"]]
+def _optimizer(checkpoint: Checkpoint, contents: Contents, section: str) -> dict[str, Any]:
+    groups = contents.groups[section]
+    names = [name for group in groups for name in group.names]
     state: dict[str, dict[str, Any]] = {}
-    for name, saved in saved_states(names, checkpoint.specs, data["values"], section).items():
+    for name, saved in saved_states(names, checkpoint.specs, contents.values, section).items():
         small = read_all(checkpoint, {one for value in saved.values.values() for one in tensor_names(value)})
         values = {key: decode(value, small.__getitem__) for key, value in saved.values.items()}
         read = read_all(checkpoint, saved.tensors.values())
         if found := values | {key: read[stored] for key, stored in saved.tensors.items()}:
             state[name] = found
-    options = [
-        decode(group["options"], read_all(checkpoint, tensor_names(group["options"])).__getitem__) for group in groups
-    ]
+    options = [decode(group.options, read_all(checkpoint, tensor_names(group.options)).__getitem__) for group in groups]
     return {
         "state": state,
-        "param_groups": [
-            {**each, "params": list(group["params"])} for each, group in zip(options, groups, strict=True)
-        ],
+        "param_groups": [{**each, "params": list(group.names)} for each, group in zip(options, groups, strict=True)],
     }
 
 

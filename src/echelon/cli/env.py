@@ -9,6 +9,7 @@ from typing import Any
 
 from echelon.cli.options import Json
 from echelon.cli.output import print_table, rich_console, to_json
+from echelon.cores import num_cores
 
 _PACKAGES = ("torch", "numpy", "typer", "rich", "matplotlib", "accelerate", "lightning", "transformers")
 
@@ -27,7 +28,7 @@ def env(as_json: Json = False) -> None:
 
 def found(environ: Any) -> dict[str, str]:
     """Returns each fact by its name. Imports torch if it is installed, which takes seconds."""
-    cores = f"{os.cpu_count()} cores, {len(os.sched_getaffinity(0))} for this process"
+    cores = f"{os.cpu_count()} cores, {num_cores()} for this process"
     # Names alone: a value may be the secret.
     variables = sorted(name for name in environ if name.startswith(("ECHELON_", "OMP_NUM_THREADS", "TORCH_", "NCCL_")))
     return {

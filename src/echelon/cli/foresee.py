@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from echelon.foresight.run import Foreseen
 
 
+_OF_CLUSTER = ("gpu", "hosts", "network", "rails", "oversubscription")
+_OF_STEPS = ("steps", "until", "seed")
+"""Options that are arguments of `echelon.foresee`."""
+
+
 @dataclass(frozen=True)
 class ForeseeOptions:
     """Options of `echelon foresee`, as they were given."""
@@ -134,7 +139,7 @@ class ForeseeOptions:
     def words(self) -> list[str]:
         """Returns the options as words of a command line, without --sweep and the output's."""
         found = ["-n", str(self.num_ranks)]
-        for name in ("gpu", "hosts", "network", "rails", "oversubscription", "steps", "until", "tokens", "seed"):
+        for name in (*_OF_CLUSTER, *_OF_STEPS, "tokens"):
             if (given := getattr(self, name)) is not None:
                 found += [f"--{name}", str(given)]
         found += ["--allow-writes"] * self.allow_writes + ["--full"] * self.full
@@ -142,18 +147,8 @@ class ForeseeOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `echelon.foresee`."""
-        return {
-            "gpu": self.gpu,
-            "hosts": _hosts(self.hosts, self.num_ranks),
-            "network": self.network,
-            "rails": self.rails,
-            "oversubscription": self.oversubscription,
-            "steps": self.steps,
-            "seed": self.seed,
-            "allow_writes": self.allow_writes,
-            "until": self.until,
-            "full": self.full,
-        }
+        found = {name: getattr(self, name) for name in (*_OF_CLUSTER, *_OF_STEPS, "allow_writes", "full")}
+        return found | {"hosts": _hosts(self.hosts, self.num_ranks)}
 
 
 def foresee(options: ForeseeOptions) -> int:

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from echelon.cli.options import options_of
 from echelon.launch.output import Console
+from echelon.wording import in_words
 
 _NUM_RANKS = ("-n", "--num-ranks")
 
 
-def no_ranks(command: Callable[..., object], program: str, args: Sequence[str], *, is_module: bool = False) -> str:
+def no_ranks(command: Callable[..., object], program: str, args: Sequence[str], *, is_module: bool) -> str:
     """Returns an error text for a missing -n. Points out options that stand after the script.
 
     Args:
@@ -78,8 +79,7 @@ def _misplaced(
 
 def _stand_after(words: Sequence[str]) -> str:
     verb, them = ("stands", "it") if len(words) == 1 else ("stand", "them")
-    names = " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-    return f"{names} {verb} after the script, which gets {them}"
+    return f"{in_words(words)} {verb} after the script, which gets {them}"
 
 
 def note_misplaced(shown: Console, command: Callable[..., object], program: str, args: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ more than one sample more than another. Place and order do not depend on the num
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -19,6 +18,7 @@ from echelon._torch_private.data import is_prefetched
 from echelon.arguments import is_count, named, no_attribute, refuse_others
 from echelon.errors import CollectiveMismatch, InvalidArgument
 from echelon.group.group import ProcessGroup
+from echelon.hashing import stable_number
 from echelon.launch.init import CURRENT, given_or_current
 from echelon.purposes import PASS
 
@@ -232,9 +232,8 @@ class DistributedSampler(Sampler[int]):
         epoch, mine = self.place.epoch, self.left()
         if not self._shuffle:
             return list(mine)
-        # A digest, not the sum that torch's sampler takes: seed 1 would begin with the second order of seed 0.
-        digest = hashlib.blake2b(f"{self._seed}/{epoch}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+        # A hash, not the sum that torch's sampler takes: seed 1 would begin with the second order of seed 0.
+        generator = torch.Generator().manual_seed(stable_number(f"{self._seed}/{epoch}"))
         # The generator's device, whatever the default device is.
         order = torch.randperm(self._num_samples, generator=generator, device="cpu")
         return order[mine.start : mine.stop : mine.step].tolist()

@@ -14,7 +14,6 @@ one bucket per kind holds all gradients from then on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -23,6 +22,7 @@ import torch
 
 from echelon.backends.modes import normal_mode
 from echelon.backends.work import Work
+from echelon.cores import num_cores
 from echelon.data_parallel.bucket_set import BucketMemory, BucketSet
 from echelon.data_parallel.equal_batches import EqualBatches
 from echelon.data_parallel.hooks import GradientHook
@@ -44,7 +44,7 @@ def can_overlap(group: ProcessGroup) -> bool:
         return True
     hosts = group.backend.control.hosts
     num_local = hosts.count(hosts[group.backend.rank])
-    return num_local * torch.get_num_threads() < len(os.sched_getaffinity(0))
+    return num_local * torch.get_num_threads() < num_cores()
 
 
 Average: TypeAlias = Literal["ranks", "samples"]

@@ -21,6 +21,7 @@ import torch.distributed
 from echelon import _torch_versions
 from echelon.backends.connect.interfaces import default_address, family_of, interfaces, is_loopback
 from echelon.backends.shared.memory.support import obstacle
+from echelon.cores import num_cores
 from echelon.doctor import checks
 from echelon.doctor.checks import Finding
 from echelon.doctor.variables import check_variables
@@ -88,7 +89,7 @@ def _engine(environ: Mapping[str, str]) -> list[Finding]:
             torch.__version__, has_distributed=torch.distributed.is_available(), lacking=_torch_versions.lacking()
         ),
         checks.check_threads(
-            torch.get_num_threads(), len(os.sched_getaffinity(0)), int(local) if local.isdecimal() and int(local) else 1
+            torch.get_num_threads(), num_cores(), int(local) if local.isdecimal() and int(local) else 1
         ),
         checks.check_gpu(torch.version.cuda, names, problem, has_driver=has_nvidia_driver()),
         checks.check_nccl(nccl_version(), len(names), is_wanted=environ.get("ECHELON_BACKEND") == "nccl"),

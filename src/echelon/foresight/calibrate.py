@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.arguments import is_amount, is_count
+from echelon.cores import num_cores
 from echelon.errors import LaunchError
 from echelon.foresight.calibrate_links import links
 from echelon.foresight.play.device import Curve, Device
@@ -66,7 +67,7 @@ def calibrate() -> Device:
     # The curves of products are seconds for a FLOP.
     peak = 1 / min(seconds for name in ("matmul_m", "matmul_n", "matmul_k") for _, seconds in curves[name])
     size, seconds = curves["copy_"][-1]
-    measured_links = links(len(os.sched_getaffinity(0)))
+    measured_links = links(num_cores())
     device = Device(
         name="cpu",
         peak=MappingProxyType(dict.fromkeys(("float32", "bfloat16", "float16", "float64"), peak)),
@@ -84,7 +85,7 @@ def calibrate() -> Device:
         communication_sms=0,
         is_synchronous=True,
         machine=this_machine(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=num_cores(),
         curves=MappingProxyType(curves),
         networks=MappingProxyType({name: _line(curves) for name, curves in measured_links.items()}),
         links=MappingProxyType(measured_links),
@@ -98,7 +99,7 @@ def this_machine() -> str:
     model = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         model = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    return f"{len(os.sched_getaffinity(0))} x {model}, torch {torch.__version__}"
+    return f"{num_cores()} x {model}, torch {torch.__version__}"
 
 
 def save(device: Device, path: str | os.PathLike[str]) -> None:

@@ -6,7 +6,6 @@ This module creates, divides and closes groups. The calls of a group are in `col
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import weakref
@@ -38,6 +37,7 @@ from echelon.group.collectives import Collectives
 from echelon.group.messages import PointToPoint
 from echelon.group.objects import ObjectCollectives
 from echelon.group.runner import CollectiveRunner
+from echelon.hashing import stable_number
 from echelon.operation_records import write_records
 
 __all__ = ["JsonLike", "ProcessGroup", "check_group"]
@@ -181,7 +181,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         # No messages: each rank derives the context from the count. The next collective detects ranks that disagree.
         self._num_subgroups += 1
         self._runner.mark(f"subgroup({members})")
-        context = _context_of(self.context, self._num_subgroups)
+        context = context_of(f"{self.context}/{self._num_subgroups}")
         if self.rank not in members:
             return None
         name = name or f"{self.name}/{self._num_subgroups}"
@@ -328,11 +328,10 @@ def check_group(group: object, what: str = "group") -> ProcessGroup:
     )
 
 
-def _context_of(parent: int, number: int) -> int:
-    """Returns the context of a group's n-th subgroup: the same on every rank, and different from any other group's."""
+def context_of(text: str) -> int:
+    """Returns the context of a group from a text: the same on every rank, and different from that of any other text."""
     # The top bit keeps it apart from small numbers such as the world's context, 1.
-    digest = hashlib.blake2b(f"{parent}/{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") | 1 << 63
+    return stable_number(text) | 1 << 63
 
 
 # Weak, so that it keeps no group alive.

@@ -43,7 +43,7 @@ def fallback_is_on(environ: Mapping[str, str]) -> bool:
     return text in ON
 
 
-def check_fallback(tensor: Tensor, what: str, backend: str, environ: Mapping[str, str] = os.environ) -> None:
+def check_fallback(tensor: Tensor, what: str, backend: str) -> None:
     """Logs a warning that a call stages its tensor on the host. Raises if that is not allowed.
 
     Args:
@@ -55,7 +55,7 @@ def check_fallback(tensor: Tensor, what: str, backend: str, environ: Mapping[str
         UnsupportedOp: host staging is not allowed.
         LaunchError: the variable is neither on nor off.
     """
-    if not fallback_is_on(environ):
+    if not fallback_is_on(os.environ):
         raise UnsupportedOp(
             f'{what}: a tensor on {tensor.device}, for which backend={backend!r} has no path: use backend="nccl", or '
             f"set {VARIABLE}=1 to go through the host's memory, which is slow"

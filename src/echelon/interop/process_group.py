@@ -8,18 +8,18 @@ group with the same ranks, which the first such call makes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
 
 from echelon._torch_private.distributed import backend_config
 from echelon._torch_private.modules import never_compiled
 from echelon.backends.admission import check_values
+from echelon.backends.memory import tensors_in
 from echelon.call_site import sharded_call
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
@@ -219,7 +219,7 @@ def _call(name: str, function: Callable[..., dist.Work]) -> Callable[..., Any]:
     @never_compiled
     def call(self: EchelonProcessGroup, /, *arguments: Any, **options: Any) -> Any:
         device = None
-        for tensor in _tensors_of(arguments):
+        for tensor in tensors_in(arguments):
             check_values(tensor, name, takes_sparse=name == "allreduce", takes_meta=True)
             device = tensor.device if device is None else device
         if device is not None and device.type != "cpu":
@@ -233,15 +233,6 @@ def _call(name: str, function: Callable[..., dist.Work]) -> Callable[..., Any]:
 
     call.__name__, call.__doc__ = name, function.__doc__
     return call
-
-
-def _tensors_of(arguments: Iterable[object]) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists of arguments."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from _tensors_of(argument)
 
 
 for _name, _function in (*COLLECTIVES.items(), *MESSAGES.items()):

@@ -10,7 +10,6 @@ default group use its connections, each in a context of its own.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 
@@ -26,7 +25,7 @@ from echelon._torch_private.distributed import (
     resolve_process_group,
 )
 from echelon.errors import LaunchError
-from echelon.group.group import ProcessGroup
+from echelon.group.group import ProcessGroup, context_of
 from echelon.interop.process_group import EchelonProcessGroup
 from echelon.launch import environment
 from echelon.launch.backends import OWN_NAMES
@@ -67,8 +66,7 @@ def _subgroup(world: EchelonProcessGroup, ranks: Sequence[int], timeout: float, 
     """Returns the group of some ranks of the world, without communication. Only its members call it."""
     # A hash, since only the members call: ranks with different numbers of groups could not agree on a counter. torch's
     # name of a group is equal on its members, and unique in the world.
-    digest = hashlib.blake2b(f"torch group {name}".encode(), digest_size=8).digest()
-    context = int.from_bytes(digest, "little") | 1 << 63
+    context = context_of(f"torch group {name}")
     # Errors show its ranks, which the program knows. It has never seen torch's name, a number or a hash.
     shown, group = world.name_for(ranks), world.group
     return ProcessGroup(group.backend, ranks, context=context, timeout=timeout, name=shown, table=group.table)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from echelon.arguments import MAX_WORLD_SIZE, check_world_size
 from echelon.backends.connect.interfaces import family_of
 from echelon.backends.connect.members import join_address
+from echelon.cores import num_cores
 from echelon.errors import InvalidRank, InvalidWorldSize, LaunchError
 
 PORTS = range(20000, 30000)
@@ -116,8 +117,7 @@ def is_in_use(port: int) -> bool:
 
 def threads_per_rank(num_ranks: int) -> int:
     """Returns the number of threads that each of `num_ranks` ranks may use without competing for cores."""
-    # By affinity, not by os.cpu_count(), which also counts cores that this process may not use.
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return max(1, num_cores() // num_ranks)
 
 
 @dataclass(frozen=True)

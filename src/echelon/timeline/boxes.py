@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import NamedTuple, cast
 
 from echelon.timeline.palette import NAMES, Tone, tone_of
-from echelon.timeline.timeline import Divided, Gap, Level, Part, Span, Timeline
+from echelon.timeline.timeline import Divided, Gap, Level, Span, Timeline
 
 # Steps such as "all_reduce #1" and "all_reduce #2" share a short text, which ends before the first number or bracket.
 _NAME = re.compile(r"[^\d(\[,]*")
@@ -156,7 +156,8 @@ def _boxes(timeline: Timeline, spans: Sequence[Span], chunks: Mapping[int, int])
             parts = cast(Divided, step).parts()
             edges = _HALVES if len(parts) > 1 else _WHOLE
             for part, (lower, upper) in zip(parts, edges, strict=True):
-                yield box(part.label, str(part.number), part.kind, _chunk(part, chunks), lower, upper, True)
+                chunk = chunks.get(part.details.get("stage", -1), 0)
+                yield box(part.label, str(part.number), part.kind, chunk, lower, upper, True)
             continue
         label = str(step)
         match = _NAME.match(label)
@@ -170,7 +171,3 @@ def _divided(spans: Iterable[Span]) -> frozenset[type]:
     # A protocol is slow to check, and a long run has a million steps of two types.
     steps = {type(span.step): span.step for span in spans}
     return frozenset(kind for kind, step in steps.items() if isinstance(step, Divided))
-
-
-def _chunk(part: Part, chunks: Mapping[int, int]) -> int:
-    return chunks.get(part.details.get("stage", -1), 0)

@@ -36,9 +36,6 @@ def notebook_cell(timeline: Timeline) -> str:
     # A notebook keeps its outputs, so a long run would make it tens of megabytes large.
     if sum(map(len, timeline.steps)) > _MOST_STEPS:
         return f"<pre>{escape(str(timeline))}</pre>"
-    height = min(_MOST_HEIGHT, _AROUND + 40 * sum(1 + len(lanes) for lanes in _lanes(timeline)))
+    num_lanes = timeline.num_ranks + sum(map(len, timeline.beside or ()))
+    height = min(_MOST_HEIGHT, _AROUND + 40 * num_lanes)
     return frame(page(timeline, padding="4px"), title(timeline), height)
-
-
-def _lanes(timeline: Timeline) -> tuple[tuple[object, ...], ...]:
-    return timeline.beside or ((),) * timeline.num_ranks

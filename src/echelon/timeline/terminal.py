@@ -83,14 +83,14 @@ Line: TypeAlias = tuple[Piece, ...]
 _Step: TypeAlias = tuple[Box, ...]
 
 
-def as_text(timeline: Timeline, width: int = _WIDTH) -> str:
+def as_text(timeline: Timeline) -> str:
     """Returns a timeline as plain text: title, figures, a line per rank, and a legend."""
     layout = boxes_of(timeline)
-    drawn = lines(layout, width, in_color=False, memory_unit=timeline.memory_unit)
+    drawn = lines(layout, _WIDTH, in_color=False, memory_unit=timeline.memory_unit)
     rows = ["".join(piece.text for piece in line).rstrip() for line in drawn[:_MOST_ROWS]]
     if len(drawn) > _MOST_ROWS:
         rows.append(f"and {len(drawn) - _MOST_ROWS} more rows: draw(FILE) draws them")
-    return "\n".join([title(timeline), figures(timeline), "", *rows, "", *legend(layout, drawn, width)]).rstrip()
+    return "\n".join([title(timeline), figures(timeline), "", *rows, "", *legend(layout, drawn, _WIDTH)]).rstrip()
 
 
 def legend(layout: TimelineLayout, drawn: Sequence[Line], width: int) -> list[str]:

@@ -28,6 +28,7 @@ from echelon.backends.tcp.poller import Poller
 from echelon.backends.tcp.process_watch import ProcessWatch
 from echelon.backends.tcp.progress import Progress
 from echelon.backends.work import DEFAULT_TIMEOUT
+from echelon.cores import num_cores
 from echelon.errors import AuthenticationError
 from echelon.operation_records import FlightRecorder
 
@@ -135,7 +136,7 @@ class TcpBackend(Backend):
         """Host, port and process of every rank, by rank. Empty if the world size is 1."""
         self.max_message_bytes = max_message_bytes
         """A larger message from a peer is a ProtocolError."""
-        self._has_cores = hosts.count(hosts[rank]) <= len(os.sched_getaffinity(0))
+        self._has_cores = hosts.count(hosts[rank]) <= num_cores()
         lanes = ThreadLanes(f"echelon rank {rank}", timeout)
         recorder, mailbox, poller = FlightRecorder(), Mailbox(), Poller()
         # Lambdas, since `peers` and `control` are made from it.

@@ -55,7 +55,7 @@ class TcpMessages(Messages):
     def send_frame(self, head: bytes, tensor: torch.Tensor, dst: int, tag: Tag) -> Work[None]:
         """Starts to send a checked tensor behind the encoded head of its message."""
         progress = self.progress
-        work: Work[None] = Work(progress, Passage("send to", dst, tag), self.timeout)
+        work: Work[None] = Work(progress, MessageDescription("send to", dst, tag), self.timeout)
         with progress.lock:
             if progress.is_closed:
                 raise self._closed_error()
@@ -89,7 +89,7 @@ class TcpMessages(Messages):
         self.check_receive((src,), out)
         if type(tag) is not Tag:
             tag = Tag.of(tag)
-        work: Work[torch.Tensor] = Work(self.progress, Passage("receive from", src, tag), self.timeout)
+        work: Work[torch.Tensor] = Work(self.progress, MessageDescription("receive from", src, tag), self.timeout)
         self._post(Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine))
         return work
 
@@ -295,7 +295,7 @@ class TcpReceive(PreparedReceive):
             return message
 
 
-class Passage(NamedTuple):
+class MessageDescription(NamedTuple):
     """Description of a Work for a message, formatted only when it is shown: most are not."""
 
     what: str

@@ -30,7 +30,7 @@ from echelon.backends.memory import as_bytes, bytes_of, dtype_of, new_tensor
 from echelon.backends.messages import Messages
 from echelon.backends.operators import Combine
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.tcp.messages import Passage, message_head
+from echelon.backends.tcp.messages import MessageDescription, message_head
 from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Engines, Look
 from echelon.backends.work import Received, Work
 from echelon.errors import EchelonError, Timeout, UnsupportedOp
@@ -58,7 +58,7 @@ class Route(NamedTuple):
     dst: int
 
 
-class Channel:
+class EngineChannel:
     """Engine of one route, on one of its two ranks.
 
     Strategy. One lane's thread uses it on either side, message after message. The first message opens the engine, when
@@ -157,7 +157,7 @@ class EngineMessages(Messages):
         self._messages = messages
         self._engines = engines
         self._types = types
-        self._channels: dict[Route, Channel] = {}
+        self._channels: dict[Route, EngineChannel] = {}
         # By receive that waits for a message: the receive of its announcement.
         self._expected: dict[Work[Any], Work[Any]] = {}
         # Sends that the device has not queued yet, for `finish`.
@@ -170,7 +170,7 @@ class EngineMessages(Messages):
         tag = Tag.of(tag)
         if tensor.device.type not in self._types:
             return self._messages.isend(tensor, dst, tag, note=note)
-        work: Work[None] = Work(self._messages.progress, Passage("send to", dst, tag), self.timeout)
+        work: Work[None] = Work(self._messages.progress, MessageDescription("send to", dst, tag), self.timeout)
         channel = self._channel(Route(tag.context, self.rank, dst))
         scope = self._engines.scope(channel.lane)
         if scope is not None:
@@ -214,7 +214,9 @@ class EngineMessages(Messages):
     ) -> Work[torch.Tensor]:
         self.check_receive((src,), out)
         tag = Tag.of(tag)
-        work: Work[torch.Tensor] = Work(self._messages.progress, Passage("receive from", src, tag), self.timeout)
+        work: Work[torch.Tensor] = Work(
+            self._messages.progress, MessageDescription("receive from", src, tag), self.timeout
+        )
         receive = Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine)
         lane = self._channel(Route(tag.context, src, self.rank)).lane
         self._expect(receive, self._messages.irecv(src, tag, note=None), self._engines.scope(lane))
@@ -250,11 +252,11 @@ class EngineMessages(Messages):
     def will_wait(self) -> AbstractContextManager[object]:  # noqa: D102
         return self._messages.will_wait()
 
-    def _channel(self, route: Route) -> Channel:
+    def _channel(self, route: Route) -> EngineChannel:
         with self._lock:
             if route not in self._channels:
                 lane = _ANY_LANE - 1 - len(self._channels)
-                self._channels[route] = Channel(self._engines, self._types, route, lane)
+                self._channels[route] = EngineChannel(self._engines, self._types, route, lane)
             return self._channels[route]
 
     def _expect(self, receive: Receive, coming: Work[Any], scope: StreamScope | None) -> None:
@@ -284,7 +286,7 @@ class EngineMessages(Messages):
         self._in_lane(channel, partial(self._take, receive, src, tensor, channel, scope), receive.work)
 
     def _take(
-        self, receive: Receive, src: int, head: torch.Tensor, channel: Channel, scope: StreamScope | None
+        self, receive: Receive, src: int, head: torch.Tensor, channel: EngineChannel, scope: StreamScope | None
     ) -> None:
         """Answers an announcement and receives the message, in the lane of the channel."""
         data = bytes_of(head)
@@ -311,7 +313,7 @@ class EngineMessages(Messages):
         tensor = _queue(scope, fetch)
         self._messages.end(lambda: receive.complete(tensor, src, frame.note))
 
-    def _in_lane(self, channel: Channel, act: Callable[[], None], work: Work[Any]) -> None:
+    def _in_lane(self, channel: EngineChannel, act: Callable[[], None], work: Work[Any]) -> None:
         """Queues the rest of an operation in the lane of a channel. The caller holds the connections' lock."""
 
         def run() -> None:

@@ -77,13 +77,7 @@ class HangDiagnosis:
             CollectiveMismatch: the rank makes other calls than this one, or waits for this rank in another group.
         """
         self._awaited, self._is_called_here = peer, get_ident() == self._flight.thread
-        # Intervals double up to a minute: a short wait is diagnosed early, and a long one costs few queries.
-        waited = self._backend.now() - self._begun
-        self.next_check_at = self._begun + (2 * waited if 2 * waited <= WARN_SECONDS else _whole_minutes(waited) + 60)
-        # Apart from the checks, which are more frequent while the peer is in another group.
-        if self._backend.now() >= self._warns_at:
-            self._warns_at = self._begun + _whole_minutes(waited) + WARN_SECONDS
-            logger.warning("%s", shortened(f"rank {self._backend.rank} in {self._flight}: {self.timeout()}"))
+        self._plan_next_check()
         status = self._ask([peer]).get(peer)
         # The message may have come while the query was in flight; then a peer that is past the operation is no error.
         if status is None or has_come():
@@ -94,21 +88,12 @@ class HangDiagnosis:
         if status.standing in (Standing.ELSEWHERE, Standing.BLOCKED):
             self.next_check_at = min(self.next_check_at, self._backend.now() + _SOON_SECONDS)
         if status.standing == Standing.BLOCKED and (circle := self._circle(status)):
-            advice = "use the groups in the same order on every rank"
-            if f" of group {self._flight.shown_group!r}" in status.text:
-                advice = "the groups are different ones of the same name: make groups in the same order on every rank"
-            advice = self._cure({peer: status.text}) or advice
-            raise CollectiveMismatch(f"{self._mine()} waits for rank {peer}, {', '.join(circle)}: {advice}")
+            raise self._waits_in_circle(peer, status, circle)
         if status.standing in _NOT_CALLED and self.blocks_for() == peer and (waits := chain(self._backend, peer)):
             # Asked again: it may have called the collective before it began to wait.
             status = self._ask([peer]).get(peer)
             if status is not None and status.standing in _NOT_CALLED and not has_come():
-                advice = "make all ranks of the group call the collective, or pass the message before it"
-                advice = self._cure({rank: each.text for rank, each in waits.items()}) or advice
-                raise CollectiveMismatch(
-                    f"{self._mine()} waits for rank {peer}, which waits for a message instead, and so for this rank: "
-                    f"{described(waits)}: {advice}"
-                )
+                raise self._waits_for_message(peer, waits)
             return
         if status.standing in _BEHIND and (waits := self._mixed_circle()) and not has_come():
             links = ", ".join(_links(waits, self._backend.rank))
@@ -119,6 +104,33 @@ class HangDiagnosis:
                 f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
                 f"the awaited message: choose the same algorithm on every rank, and {_ADVICE}"
             )
+
+    def _plan_next_check(self) -> None:
+        """Sets the time of the next check, and warns if it is time to."""
+        # Intervals double up to a minute: a short wait is diagnosed early, and a long one costs few queries.
+        waited = self._backend.now() - self._begun
+        self.next_check_at = self._begun + (2 * waited if 2 * waited <= WARN_SECONDS else _whole_minutes(waited) + 60)
+        # Apart from the checks, which are more frequent while the peer is in another group.
+        if self._backend.now() >= self._warns_at:
+            self._warns_at = self._begun + _whole_minutes(waited) + WARN_SECONDS
+            logger.warning("%s", shortened(f"rank {self._backend.rank} in {self._flight}: {self.timeout()}"))
+
+    def _waits_in_circle(self, peer: int, status: Status, circle: Sequence[str]) -> CollectiveMismatch:
+        """Returns the error for ranks that wait for each other in collectives of several groups."""
+        advice = "use the groups in the same order on every rank"
+        if f" of group {self._flight.shown_group!r}" in status.text:
+            advice = "the groups are different ones of the same name: make groups in the same order on every rank"
+        advice = self._cure({peer: status.text}) or advice
+        return CollectiveMismatch(f"{self._mine()} waits for rank {peer}, {', '.join(circle)}: {advice}")
+
+    def _waits_for_message(self, peer: int, waits: Mapping[int, Status]) -> CollectiveMismatch:
+        """Returns the error for an awaited rank that waits for a message, and so for this rank."""
+        advice = "make all ranks of the group call the collective, or pass the message before it"
+        advice = self._cure({rank: each.text for rank, each in waits.items()}) or advice
+        return CollectiveMismatch(
+            f"{self._mine()} waits for rank {peer}, which waits for a message instead, and so for this rank: "
+            f"{described(waits)}: {advice}"
+        )
 
     def blocks_for(self) -> int | None:
         """Returns the rank that has to take part in this collective before the program makes another call.

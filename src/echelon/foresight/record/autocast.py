@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from echelon._torch_private.tensors import below_autocast, destroy_library, has_autocast, position_of
-from echelon.foresight.record.here import recording_here, tensors_in
+from echelon.backends.memory import tensors_in
+from echelon.foresight.record.here import recording_here
 
 _CUDA = "AutocastCUDA"
 _CPU = "AutocastCPU"

@@ -13,10 +13,11 @@ from torch import Tensor
 from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
+from echelon.backends.memory import tensors_in
 from echelon.foresight.record.callers import called_by_program
 from echelon.foresight.record.calls import Call, answer
 from echelon.foresight.record.exchange import RecordingBackend
-from echelon.foresight.record.here import Recording, recording_here, tensors_in
+from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.mail import Route
 from echelon.foresight.record.works import RecordedWork
 from echelon.foresight.trace import Collective, Group, Wait

@@ -140,15 +140,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yields the tensors of arguments and of lists among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-
-
 _thread = threading.local()
 
 

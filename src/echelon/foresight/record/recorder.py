@@ -28,6 +28,7 @@ from echelon._torch_private.tensors import (
     set_known_value,
     without_functions,
 )
+from echelon.backends.memory import tensors_in
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import BETWEEN, ENGINE, REPLICAS, calling_file
@@ -35,7 +36,7 @@ from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.convolutions import parts
 from echelon.foresight.record.copies import COPIES, Copies, Move
 from echelon.foresight.record.dtypes import check_dtypes, is_checked
-from echelon.foresight.record.here import Recording, name_of, tensors_in
+from echelon.foresight.record.here import Recording, name_of
 from echelon.foresight.record.onednn import HAS_SCRATCH, scratch, with_workspace
 from echelon.foresight.record.operators import (
     FINDS_OVERFLOW,

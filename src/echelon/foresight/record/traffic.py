@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.foresight.record.here import Traffic, tensors_in
+from echelon.backends.memory import tensors_in
+from echelon.foresight.record.here import Traffic
 from echelon.foresight.record.operators import Operation
 from echelon.foresight.trace import UNKNOWN_STORAGE
 

@@ -22,7 +22,7 @@ from echelon.pipeline.stage.stage import Stage
 from echelon.purposes import TIED, Purpose
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Place of a parameter: a stage, and a name."""
 
     stage: int
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """Name in the unsplit model."""
 
 
-Tie: TypeAlias = tuple[Place, ...]
+Tie: TypeAlias = tuple[ParameterPlace, ...]
 """All places of one parameter, ordered by stage."""
 
 
@@ -40,7 +40,7 @@ def find_ties(parts: Parts) -> list[Tie]:
     Raises:
         PartitionError: a BatchNorm in training is in several parts.
     """
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[ParameterPlace]] = {}
     counting: dict[int, int] = {}
     for stage, module in enumerate(parts.modules):
         if isinstance(module, nn.Module):
@@ -52,7 +52,7 @@ def find_ties(parts: Parts) -> list[Tie]:
                         "which would each count running statistics of their own: give each stage a layer of its own"
                     )
             for name, parameter in module.named_parameters(remove_duplicate=False):
-                places.setdefault(id(parameter), []).append(Place(stage, parts.prefixes[stage] + name))
+                places.setdefault(id(parameter), []).append(ParameterPlace(stage, parts.prefixes[stage] + name))
     return [tuple(found) for found in places.values() if len({place.stage for place in found}) > 1]
 
 
@@ -62,11 +62,11 @@ def agree_on_ties(ties: Sequence[Tie], group: ProcessGroup) -> list[Tie]:
     A rank that does not have all stages of a list cannot see all ties itself.
     """
     mine = [json.dumps(tie) for tie in ties]
-    merged: list[set[Place]] = []
+    merged: list[set[ParameterPlace]] = []
     for theirs in group.all_gather_object(list[JsonLike](mine)):
         for text in theirs if isinstance(theirs, list) else ():
             # Ties with a place in common are one: two ranks may each know a part of it.
-            together = {Place(stage, name) for stage, name in json.loads(str(text))}
+            together = {ParameterPlace(stage, name) for stage, name in json.loads(str(text))}
             for other in [other for other in merged if other & together]:
                 merged.remove(other)
                 together |= other

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from numbers import Real
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from echelon.arguments import named, refuse_others
+from echelon.arguments import is_number, named, refuse_others
 from echelon.errors import InvalidArgument, ScheduleError
 from echelon.timeline.timeline import Time, Unit
 
@@ -194,7 +193,7 @@ def check_costs(costs: object) -> Costs:
 
 
 def _validate(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value):
         raise ScheduleError(f"{name}={value!r} is not a number: give an int, a float, a Fraction, or one per stage")
     if value < 0 or not value < _MOST:  # also refuses nan
         shown = f"{value}" if len(f"{value}") < 40 else f"{value}"[:36] + "..."

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from numbers import Real
 
+from echelon.arguments import is_count, is_number
 from echelon.errors import PartitionError
 from echelon.timeline.timeline import Time
 
@@ -180,8 +180,7 @@ def _sum(numbers: Sequence[Time], stage: range) -> Time:
 
 
 def _validate(costs: Sequence[Time], num_stages: int, memory: Sequence[Time] | None, memory_limit: Time | None) -> None:
-    # A bool is an int in Python, and True stages are a mistake.
-    if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
+    if not is_count(num_stages, least=1):
         raise PartitionError(f"num_stages={num_stages!r}: give a whole number of at least 1")
     if len(costs) < num_stages:
         raise PartitionError(
@@ -200,7 +199,7 @@ def _validate(costs: Sequence[Time], num_stages: int, memory: Sequence[Time] | N
 
 
 def _validate_number(name: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, Real):
+    if not is_number(number):
         raise PartitionError(f"{name}={number!r} is not a number: give an int, a float or a Fraction")
     if number < 0 or not number < 10**100:  # also refuses nan; sums of larger floats could overflow
         raise PartitionError(f"{name}={str(number)[:40]} cannot be a cost: give a finite number of at least 0")

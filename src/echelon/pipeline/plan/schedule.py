@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from echelon.arguments import named, no_attribute, reading, refuse_others, shown, writing
 from echelon.errors import InvalidArgument, ScheduleError
@@ -56,28 +56,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         # Tuples make the schedule hashable, and a caller's list cannot change it later.
-        for name, value, advice in (
-            ("placement", self.placement, "the rank of each stage, such as (0, 1)"),
-            ("orders", self.orders, "for each rank its steps, such as [[Action(0, 'F', 0), Action(0, 'B', 0)]]"),
-        ):
-            if not isinstance(value, Iterable):
-                raise ScheduleError(f"{name} is {named(value)}: give {advice}")
-        object.__setattr__(self, "placement", tuple(self.placement))
-        for rank, order in enumerate(self.orders):
-            if isinstance(order, str):
-                raise ScheduleError(
-                    f"the order of rank {rank} is text: give a list of its steps, or read text by Schedule.from_text"
-                )
-            if not isinstance(order, Iterable):
-                raise ScheduleError(f"the order of rank {rank} is {named(order)}: give a list of its steps")
-        object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
-        for rank, order in enumerate(self.orders):
-            if not set(map(type, order)) <= {Action, Overlapped}:
-                at, step = next(each for each in enumerate(order) if type(each[1]) not in (Action, Overlapped))
-                from_text = ", or read text by Schedule.from_text" if isinstance(step, str) else ""
-                raise ScheduleError(
-                    f"step {at} of rank {rank} is {named(step)}: give Action and Overlapped values{from_text}"
-                )
+        example = "for each rank its steps, such as [[Action(0, 'F', 0), Action(0, 'B', 0)]]"
+        placement = _as_tuple(self.placement, "placement", "the rank of each stage, such as (0, 1)")
+        orders = _as_tuple(self.orders, "orders", example)
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "orders", tuple(_steps(order, rank) for rank, order in enumerate(orders)))
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Raises ScheduleError unless the numbers of microbatches, ranks and stages fit together."""
         if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
             raise ScheduleError(f"num_microbatches={shown(self.num_microbatches)}: a schedule needs at least 1")
         if not self.orders or not self.placement:
@@ -256,6 +243,28 @@ class Schedule:
             orders=found.orders,
             forward_only=found.forward_only,
         )
+
+
+def _as_tuple(value: object, name: str, advice: str) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable):
+        raise ScheduleError(f"{name} is {named(value)}: give {advice}")
+    return tuple(value)
+
+
+def _steps(order: object, rank: int) -> tuple[Step, ...]:
+    """Returns the steps of a rank. Raises ScheduleError for values that are none."""
+    if isinstance(order, str):
+        raise ScheduleError(
+            f"the order of rank {rank} is text: give a list of its steps, or read text by Schedule.from_text"
+        )
+    if not isinstance(order, Iterable):
+        raise ScheduleError(f"the order of rank {rank} is {named(order)}: give a list of its steps")
+    steps = tuple(order)
+    if not set(map(type, steps)) <= {Action, Overlapped}:
+        at, step = next(each for each in enumerate(steps) if type(each[1]) not in (Action, Overlapped))
+        from_text = ", or read text by Schedule.from_text" if isinstance(step, str) else ""
+        raise ScheduleError(f"step {at} of rank {rank} is {named(step)}: give Action and Overlapped values{from_text}")
+    return steps
 
 
 # Cells for communication and sharding, which torch adds to a schedule. torch 2.15 added the cells with WAIT_.

@@ -243,7 +243,15 @@ def agreed_parts(
     """
     # One rank of all replicas.
     is_first = group.rank == 0 and (data_parallel is None or data_parallel.rank == 0)
-    parts = _cut(model, schedule, group, data_parallel, is_first, at, example, example_kwargs)
+    num_stages = schedule.num_stages
+    if not isinstance(model, nn.Module):
+        parts = split(model, num_stages, at=at)
+    elif at is not None or (example is None and example_kwargs is None):
+        # Named layers and numbers of parameters give the same cut on every rank: nothing to broadcast.
+        parts = split(model, num_stages, at=at, example=example, example_kwargs=example_kwargs)
+    else:
+        groups = [group] if data_parallel is None else [data_parallel, group]
+        parts = _cut_by_time(model, num_stages, groups, is_first, example, example_kwargs)
     if is_first and parts.left_out:
         types = " and ".join(f"a {name}" for name in parts.left_out)
         # The caches of transformers, such as DynamicCache.
@@ -253,26 +261,19 @@ def agreed_parts(
     return parts
 
 
-def _cut(
-    model: nn.Module | Sequence[StageMaker] | Parts,
-    schedule: Schedule,
-    group: ProcessGroup,
-    data_parallel: ProcessGroup | None,
+def _cut_by_time(
+    model: nn.Module,
+    num_stages: int,
+    groups: Sequence[ProcessGroup],
     is_first: bool,
-    at: Sequence[str] | None,
     example: Sequence[object] | None,
     example_kwargs: Mapping[str, object] | None,
 ) -> Parts:
-    if not isinstance(model, nn.Module):
-        return split(model, schedule.num_stages, at=at)
-    # Named layers and numbers of parameters give the same cut on every rank: nothing to broadcast.
-    if at is not None or (example is None and example_kwargs is None):
-        return split(model, schedule.num_stages, at=at, example=example, example_kwargs=example_kwargs)
-    groups = [group] if data_parallel is None else [data_parallel, group]
+    """Cuts a model by the measured time of its layers. `groups`: the replicas, if there are any, then the stages."""
     problem = ""
     try:
         inputs = example_of(example, example_kwargs)
-        traces = trace_of(model, at, inputs)  # takes seconds, so all ranks do it at the same time
+        traces = trace_of(model, None, inputs)  # takes seconds, so all ranks do it at the same time
     except PartitionError as error:
         problem = str(error)
     # Every rank raises the error of any. No rank traces any more while the first one measures.
@@ -284,7 +285,7 @@ def _cut(
     # Measured times differ from rank to rank, so the first one measures for all.
     if is_first:
         try:
-            parts = divide(model, schedule.num_stages, at, inputs, traces)
+            parts = divide(model, num_stages, None, inputs, traces)
         except PartitionError as error:
             mine = {"error": str(error)}  # broadcast like names, so that every rank raises it
         else:
@@ -300,4 +301,4 @@ def _cut(
         raise PartitionError(str(told["error"]))
     names = told["at"]
     assert isinstance(names, list)
-    return parts if is_first else divide(model, schedule.num_stages, [str(name) for name in names], inputs, traces)
+    return parts if is_first else divide(model, num_stages, [str(name) for name in names], inputs, traces)

@@ -82,7 +82,8 @@ class Options(tuple[Option, ...]):
         return f"<{len(self)} schedules:\n{self}>"
 
     def _repr_html_(self) -> str:
-        head, *rows = (f"<tr>{''.join(_cells(row, tag))}</tr>" for row, tag in zip(_rows(self), _tags(), strict=False))
+        tags = chain(["th"], repeat("td"))
+        head, *rows = (f"<tr>{''.join(_cells(row, tag))}</tr>" for row, tag in zip(_rows(self), tags, strict=False))
         return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -188,10 +189,6 @@ def table(options: Sequence[Option]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _tags() -> Iterator[str]:
-    return chain(["th"], repeat("td"))
 
 
 def _cells(row: Sequence[str], tag: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from echelon.arguments import choices, refuse_others
+from echelon.arguments import choices, is_count, refuse_others
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import loop
 from echelon.pipeline.plan.schedule import Schedule
@@ -115,5 +115,5 @@ def build(
 
 
 def _require_positive(name: str, what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_count(value, least=1):
         raise ScheduleError(f"{what}={value!r}: {name} needs a whole number of at least 1, such as 4")

@@ -11,7 +11,7 @@ from functools import partial
 from numbers import Real
 from typing import NamedTuple
 
-from echelon.arguments import refuse_others
+from echelon.arguments import is_count, refuse_others
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import loop, vee
 from echelon.pipeline.plan.check import over_limit
@@ -113,7 +113,7 @@ def _chunks(costs: Costs, num_ranks: int) -> int:
 def _validate(num_ranks: int, num_microbatches: int, num_chunks: int, memory_limit: Time | None) -> None:
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_count(value, least=1):
             raise ScheduleError(f"{name}={value!r}: give a whole number of at least 1, such as 4")
     if memory_limit is None:
         return

@@ -30,12 +30,9 @@ def lower_bound(problem: Problem) -> int:
     if problem.num_stages > problem.num_ranks:
         return best
     for stage in range(problem.num_stages):
-        best = max(best, _warm_up(problem, stage), *(_through(problem, stage, to) for to in _from(problem, stage)))
+        bounds = [_through(problem, stage, to) for to in range(stage, problem.num_stages)]
+        best = max(best, _warm_up(problem, stage), *bounds)
     return best
-
-
-def _from(problem: Problem, stage: int) -> range:
-    return range(stage, problem.num_stages)
 
 
 def _through(problem: Problem, stage: int, to: int) -> int:

@@ -7,7 +7,6 @@ recomputed to save memory. Afterwards the generator has its earlier state: a pro
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import nn
 
 from echelon._torch_private.tensors import version_of
 from echelon.backends.admission import stands_for_device
+from echelon.hashing import stable_number
 
 _SMALL = 2**16
 """Bytes of a buffer whose copy is kept without asking whether it changes, such as running statistics."""
@@ -199,6 +199,6 @@ class Seeded:
 
 def number_of(key: Key, stage: int, microbatch: int) -> int:
     """Returns the seed of a microbatch in a stage: 63 bits."""
-    # A run that is resumed with a later version must draw the same, so the text and the hash are fixed.
+    # A run that is resumed with a later version must draw the same, so the text is fixed.
     text = f"{key.step} {stage} {microbatch} {key.replica} {key.seed}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return stable_number(text) >> 1

@@ -154,7 +154,6 @@ class SharedMemoryExecutor(CollectiveExecutor):
         self._shared = Shared(
             self._rank,
             count,
-            host.waiter.is_oversubscribed,
             board,
             RankRegions(region, count, self._rank),
             symmetric,
@@ -198,27 +197,32 @@ _ACTS: Mapping[str, Callable[[Collective], partial[Any]]] = {
 
 def _find_way(collective: Collective, act: partial[Any], rank: int, count: int) -> Callable[[], Way | None] | None:
     """Returns a function that tells how the native library runs a small collective by itself. None if it never does."""
-    kind, size = collective.kind, collective.num_bytes
-    if kind in ("all_gather", "gather", "scatter", "all_to_all"):
+    if collective.kind in ("all_gather", "gather", "scatter", "all_to_all"):
         repeated: Repeated = act.args[-1]
         return lambda: repeated.way
-    if size > memory_layout.SMALL_BYTES:
+    if collective.num_bytes > memory_layout.SMALL_BYTES:
         return None
-    way: Way | None = None
-    if kind == "barrier":
-        way = Way(Act.MEETS_ONLY)
-    elif kind == "broadcast":
-        way = Way(Act.RECEIVES, source=collective.root, changes_tensor=True)
-    elif kind in REDUCTIONS and (op := OP_NUMBERS.get(collective.reduction.name)) is not None:
-        way = Way(Act.REDUCES, Target.IN_PLACE, op, size, changes_tensor=True)
-        if kind == "all_reduce":
-            way = way._replace(is_published=True)
-        elif kind == "reduce_scatter":
-            assert collective.shape is not None
-            begin = reducing.begin_of(collective.shape, size, rank, count)
-            way = way._replace(target=Target.INTO_OUT, begin=begin, changes_tensor=False, makes_result=True)
-        elif rank == collective.root:
-            way = way._replace(num_shown=0)
-        else:
-            way = way._replace(target=Target.NONE, changes_tensor=False)
+    way = _way_of(collective, rank, count)
     return lambda: way
+
+
+def _way_of(collective: Collective, rank: int, count: int) -> Way | None:
+    """Returns how the native library runs a small barrier, broadcast or reduction. None if it does not."""
+    kind, size = collective.kind, collective.num_bytes
+    if kind == "barrier":
+        return Way(Act.MEETS_ONLY)
+    if kind == "broadcast":
+        return Way(Act.RECEIVES, source=collective.root, changes_tensor=True)
+    op = OP_NUMBERS.get(collective.reduction.name) if kind in REDUCTIONS else None
+    if op is None:
+        return None
+    way = Way(Act.REDUCES, Target.IN_PLACE, op, size, changes_tensor=True)
+    if kind == "all_reduce":
+        return way._replace(is_published=True)
+    if kind == "reduce_scatter":
+        assert collective.shape is not None
+        begin = reducing.begin_of(collective.shape, size, rank, count)
+        return way._replace(target=Target.INTO_OUT, begin=begin, changes_tensor=False, makes_result=True)
+    if rank == collective.root:
+        return way._replace(num_shown=0)
+    return way._replace(target=Target.NONE, changes_tensor=False)

@@ -125,8 +125,6 @@ class Shared(NamedTuple):
 
     rank: int
     num_ranks: int
-    takes_turns: bool
-    """Whether this host has fewer cores than ranks, as far as this rank knows."""
     board: SyncBlock
     rooms: RankRegions
     symmetric: SymmetricMemory

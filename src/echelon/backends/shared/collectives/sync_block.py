@@ -52,6 +52,7 @@ class SyncBlock:
         self._names = ranks
         self._memory = region.memory
         self._words = words_of(region)
+        # Keeps the memory at waiter.address, which the native library reads and writes.
         self._waiter = waiter
         self._look_around = check_liveness
         self._peers = [peer for peer in range(len(ranks)) if peer != rank]

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
 
 from echelon._native import SPIN, Waiter
+from echelon.cores import num_cores
 
 _YIELDS = 100
 # With 4 ranks on 2 cores, 10 sent half of the calls to sleep, and 100 were no faster.
@@ -21,7 +21,7 @@ class SpinThenSleep:
 
     def __init__(self, num_local_ranks: int) -> None:
         """Compares `num_local_ranks` with the number of cores that this process may use."""
-        roomy = num_local_ranks <= len(os.sched_getaffinity(0))
+        roomy = num_local_ranks <= num_cores()
         self.is_oversubscribed = not roomy
         """Whether the host has fewer cores than ranks, so they take turns."""
         # Spinning on a shared core only delays the peer that is to write the word.
