@@ -160,7 +160,11 @@ def operator(func: Any) -> Operator:
     facts = facts_of(func)
     name = facts.name
     shape = _SHAPES.get(name)
+    # As in torch.mm(a, b, out_dtype=...): torch's formulas do not take it, and its result may have another type.
+    takes_dtype = shape is not None and func._overloadname in ("dtype", "dtype_out")  # noqa: SLF001
     flops = _ATTENTION.get(name) or _FLOPS.get(name) or flop_registry.get(func.overloadpacket)
+    if takes_dtype:
+        flops = None
     # Operators with FLOPs that are no attention are products and convolutions.
     kind: Kind = "attention" if name in _ATTENTION else "matmul" if shape or flops else "other"
     return Operator(
@@ -176,7 +180,7 @@ def operator(func: Any) -> Operator:
         negates=name in _NEGATES,
         takes_masks=name in _TAKES_MASKS,
         keeps_terms=name in _KEEPS_TERMS,
-        checks_dtypes=is_checked(name),
+        checks_dtypes=is_checked(name) and not takes_dtype,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=flops,
         shape=shape,

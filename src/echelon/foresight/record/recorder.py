@@ -424,7 +424,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def _computed(self, operation: _Operation, outputs: Sequence[Tensor]) -> str:
         """Returns the type in which a kernel computes."""
         facts, inputs = operation.facts, operation.inputs
-        dtype = next((each.dtype for each in inputs if each.is_floating_point()), None)
+        floating = [each.dtype for each in inputs if each.is_floating_point()]
+        dtype = next(iter(floating), None)
+        if facts.kind == "matmul" and floating:
+            # A product of 16 bits may be added to float32, and float8 has scales of float32.
+            dtype = min(floating, key=lambda each: each.itemsize)
         if dtype is None:
             dtype = next((each.dtype for each in (*inputs, *outputs)), torch.float32)
         if facts.precision_of and dtype == torch.float32 and self._placement is not None:
