@@ -31,6 +31,7 @@ def times_of(device, per_host):
 NAMES = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
     "a100": "NVIDIA A100-SXM4-80GB",
     "a100-40g": "NVIDIA A100-SXM4-40GB",
 }

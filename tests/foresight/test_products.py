@@ -317,3 +317,22 @@ def test_queries_that_share_a_key_are_taken_together():
 
     (kernel,) = (each for each in kernels(foresee(program, 1, gpu="h100")) if each.kind == "attention")
     assert kernel.shape == (2, 2, 4, 512, 64)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, total: torch.mm(x, x, out_dtype=torch.float32),
+        lambda x, total: torch.bmm(x[None], x[None], out_dtype=torch.float32),
+        lambda x, total: torch.addmm(total, x, x, out_dtype=torch.float32),
+        lambda x, total: torch.addmm(total, x, x, out_dtype=torch.float32, out=total),
+        lambda x, total: torch.baddbmm(total[None], x[None], x[None], out_dtype=torch.float32),
+    ],
+)
+def test_a_product_that_is_written_or_added_in_float32_has_the_speed_of_its_factors(product):
+    def program():
+        x = torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        assert product(x, torch.empty(4096, 4096, device="cuda")).dtype == torch.float32
+
+    (found,) = [each for each in kernels(foresee(program, 1, gpu="h100")) if each.kind == "matmul"]
+    assert (found.dtype, found.flops, found.shape) == ("bfloat16", 2 * 4096**3, (1, 4096, 4096, 4096))

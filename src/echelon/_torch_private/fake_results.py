@@ -102,6 +102,9 @@ def made_of(form: Form) -> FakeTensor:
 
 def _faked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns FakeTensorMode's result of an operator, in the layout that torch's kernels give it."""
+    if func is torch.ops.aten.baddbmm.dtype:
+        # Its decomposition, which fake tensors use, takes the type of the result for a factor.
+        func, args, kwargs = torch.ops.aten.bmm.dtype, args[1:4], {}
     out = func(*args, **kwargs)
     if func is torch.ops.aten.native_layer_norm_backward.default and out[0] is not None:
         # The fake gradient has the layout of the input, such as a transposed one.

@@ -36,7 +36,13 @@ _REPEATS = 20
 _IN_GRAPH = 200
 """Small kernels of a graph, by which its launch takes no time for each of them."""
 # The longer of two names comes first, since it contains the shorter one.
-_MARKS = (("H200", "h200"), ("H100", "h100"), ("A100-SXM4-40GB", "a100-40g"), ("A100", "a100"))
+_MARKS = (
+    ("NVIDIA B200", "b200"),
+    ("H200", "h200"),
+    ("H100", "h100"),
+    ("A100-SXM4-40GB", "a100-40g"),
+    ("A100", "a100"),
+)
 """Parts of the names that CUDA gives to GPUs of the table."""
 
 
@@ -111,7 +117,7 @@ def fitted(facts: Facts, times: Times) -> Device:
                     "float64": best / 32,
                 }
             ),
-            generation="hopper" if facts.capability >= (9, 0) else "ampere",
+            generation=_generation(facts.capability),
             matmul_share=1.0,
         )
         peak = "peak: the fastest matrix product measured"
@@ -144,6 +150,13 @@ def _known(facts: Facts) -> Device | None:
         if mark in facts.name and DEVICES[name].num_sms == facts.num_sms:
             return DEVICES[name]
     return None
+
+
+def _generation(capability: tuple[int, int]) -> str:
+    """Returns the row of NCCL's tuning tables for a GPU."""
+    if capability >= (10, 0):
+        return "blackwell"
+    return "hopper" if capability >= (9, 0) else "ampere"
 
 
 def _share(device: Device, products: Mapping[tuple[int, int, int], float]) -> float:

@@ -37,13 +37,14 @@ from echelon.simulation.script.script import Script
 from echelon.timeline.timeline import LazySequence, Level, Timeline
 from echelon.wording import with_article
 
-_CAPABILITIES = {"ampere": (8, 0), "hopper": (9, 0)}
+_CAPABILITIES = {"ampere": (8, 0), "hopper": (9, 0), "blackwell": (10, 0)}
 _PRODUCTS = {
     "a100": "NVIDIA A100-SXM4-80GB",
     "a100-40g": "NVIDIA A100-SXM4-40GB",
     "h100": "NVIDIA H100 80GB HBM3",
     "h100-500w": "NVIDIA H100 80GB HBM3",
     "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
 }
 """Names of GPUs as `torch.cuda.get_device_name` gives them, by which scripts find the peak for their MFU."""
 _MOST_AT_ONCE = 8

@@ -131,13 +131,13 @@ def test_a_name_in_capitals_is_the_device():
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("b200", "use one of"),
+        ("b300", "use one of"),
         ("NVIDIA-H100", "did you mean h100?"),
         ("a100-40gb", "did you mean a100-40g?"),
     ],
 )
 def test_another_device_is_not_taken_for_a_slip(name, told):
-    """The b200 is a letter apart from the h200, and twice as fast."""
+    """The b300 is a letter apart from the b200, and another GPU."""
     with pytest.raises(LaunchError, match=f"^gpu='{name}': {re.escape(told)} "):
         device_named(name)
 

@@ -46,6 +46,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
 LL_MOST: Mapping[str, tuple[float, float, float]] = {
     "ampere": (87.7e9, 22.5e9, 19.0e9),
     "hopper": (141.0e9, 45.0e9, 35.0e9),
+    "blackwell": (282.0e9, 90.0e9, 70.0e9),
 }
 """Most bytes per second of LL on one host, on two, and on more. NCCL's llMaxBws."""
 

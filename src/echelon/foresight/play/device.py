@@ -100,7 +100,7 @@ class Device:
         host_link_share: Share of it that copies of pinned memory reach.
         host_memory_bandwidth: Bytes per second of the memory of a host, all its sockets together.
         host_memory_share: Share of it that operators on tensors of the host reach. It is assumed.
-        generation: Row of NCCL's tuning tables: "ampere", "hopper", or "" for devices without NCCL.
+        generation: Row of NCCL's tuning tables: "ampere", "hopper", "blackwell", or "" for devices without NCCL.
         is_synchronous: Whether the host computes the kernels itself, as on a CPU.
         curves: Measured times of a calibrated device, which replace the constants above for kernels. By the name of an
             operator, or "add" for others: (bytes moved, seconds). "attention", "attention_backward": (FLOPs, seconds).

@@ -34,6 +34,19 @@ _H100_PEAK = MappingProxyType(
         "float64": 67e12,
     }
 )
+_B200_PEAK = MappingProxyType(
+    {
+        # NVIDIA HGX B200 data sheet (2025): half of the figures with sparsity
+        "float8_e4m3fn": 4500e12,
+        "float8_e5m2": 4500e12,
+        "int8": 4500e12,
+        "bfloat16": 2250e12,
+        "float16": 2250e12,
+        TF32: 1100e12,
+        "float32": 75e12,
+        "float64": 37e12,
+    }
+)
 
 _SPREAD = 0.0148
 """Standard deviation of the speed of GPUs of one kind.
@@ -107,6 +120,26 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bandwidth=4.8e12,  # data sheet
             ),
             Device(
+                name="b200",
+                peak=_B200_PEAK,
+                # 178.35 GiB, a bus of 7680 bits at 3996 MHz, 148 multiprocessors: as CUDA reports them, pytorch/ao #4002
+                memory_bytes=int(178.35 * _GIB),
+                memory_bandwidth=7.67e12,
+                num_sms=148,
+                per_host=8,
+                local_bandwidth=606e9,  # all-gather by NCCL on 8 B200: SimuMax, configs/system/b200_bf16_ceperm.json
+                matmul_share=0.437,  # fitted on two steps of 8 GPUs: benchmarks/foresee/blackwell.py
+                # Transformer Engine on B200, 32,768 causal tokens: 1.17 (forward) and 0.87 (backward) of 2,250 TFLOP/s
+                # with the masked half counted, from the same file.
+                attention_share=0.49,
+                communication_sms=24,
+                generation="blackwell",
+                spread=_SPREAD,
+                host_link=63.0e9,  # PCIe 5.0 with 16 lanes
+                host_link_share=0.879,  # as measured for H100 on the same link
+                host_memory_bandwidth=716.8e9,  # DGX B200: 2 Xeon 8570, each with 8 channels of DDR5-5600
+            ),
+            Device(
                 name="cpu",
                 peak=MappingProxyType({"float32": 60e9, "bfloat16": 60e9, "float16": 30e9, "float64": 30e9}),
                 memory_bytes=8 * GIB,
@@ -137,7 +170,7 @@ def device_named(name: str) -> Device:
     """
     if (device := DEVICES.get(name.lower())) is not None:
         return device
-    # By the whole name of a device, as in "h100-sxm": the b200, a letter apart from the h200, is another device.
+    # By the whole name of a device, as in "h100-sxm": the b300, a letter apart from the b200, is another device.
     near = max((each for each in DEVICES if each in name.lower()), key=len, default="")
     listed = ", ".join(DEVICES)
     known = f"did you mean {near}? There are {listed}" if near else f"use one of {listed}"

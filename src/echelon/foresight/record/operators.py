@@ -94,6 +94,8 @@ class Operator(NamedTuple):
     """Arguments that it changes, by position or name."""
     may_return_view: bool
     is_foreach: bool
+    takes_dtype: bool
+    """Whether it is told the type of its result, as in `torch.mm(a, b, out_dtype=...)`."""
     flops: Callable[..., int] | None
     shape: Callable[..., Shape] | None
     precision_of: str
@@ -126,7 +128,10 @@ def operator(func: Any) -> Operator:
     facts = facts_of(func)
     name = facts.name
     shape = _SHAPES.get(name)
+    takes_dtype = shape is not None and func._overloadname in ("dtype", "dtype_out")  # noqa: SLF001
     flops = _ATTENTION.get(name) or _FLOPS.get(name) or flop_registry.get(func.overloadpacket)
+    if takes_dtype:
+        flops = None  # torch's formulas do not take the type
     # Operators with FLOPs that are no attention are products and convolutions.
     kind: Kind = "attention" if name in _ATTENTION else "matmul" if shape or flops else "other"
     return Operator(
@@ -136,6 +141,7 @@ def operator(func: Any) -> Operator:
         writes=facts.writes,
         may_return_view=facts.may_return_view,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
+        takes_dtype=takes_dtype,
         flops=flops,
         shape=shape,
         precision_of=_precision_of(name) if kind == "matmul" else "",

@@ -275,7 +275,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             before = [self.memory.number(each) for each in inputs]
             where, move = self._device_of(facts, inputs, before)
         on_host = self._placement is None or where not in (None, GPU)
-        if is_checked(facts.name):
+        if is_checked(facts.name) and not facts.takes_dtype:
             check_dtypes(facts.name, args, on_host)
         out = self._result(operation, on_host, held)
         with without_functions():
@@ -424,7 +424,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def _dtype_of(self, operation: Operation, outputs: Sequence[Tensor]) -> str:
         """Returns the type in which a kernel computes."""
         facts, inputs = operation.facts, operation.inputs
-        dtype = next((each.dtype for each in inputs if each.is_floating_point()), None)
+        floating = [each.dtype for each in inputs if each.is_floating_point()]
+        dtype = next(iter(floating), None)
+        if facts.kind == "matmul" and floating:
+            # A product of 16 bits may be added to float32, and float8 has scales of float32.
+            dtype = min(floating, key=lambda each: each.itemsize)
         if dtype is None:
             dtype = next((each.dtype for each in (*inputs, *outputs)), torch.float32)
         if facts.precision_of and dtype == torch.float32 and self._placement is not None:
