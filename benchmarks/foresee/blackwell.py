@@ -252,7 +252,8 @@ def main() -> None:
     print("| model | tp x dp | allocated, GiB | foreseen, GiB | error |")
     print("|---|---|---|---|---|")
     for row, foreseen in memory:
-        print(f"| {row.model} | {row.tp} x {RANKS // row.tp} | {row.gib} | {foreseen:.2f} | {foreseen / row.gib - 1:+.1%} |")
+        error = foreseen / row.gib - 1
+        print(f"| {row.model} | {row.tp} x {RANKS // row.tp} | {row.gib} | {foreseen:.2f} | {error:+.1%} |")
 
 
 if __name__ == "__main__":

@@ -322,8 +322,8 @@ def test_queries_that_share_a_key_are_taken_together():
 @pytest.mark.parametrize(
     "product",
     [
-        lambda x, total: torch.mm(x, x, out_dtype=torch.float32),
-        lambda x, total: torch.bmm(x[None], x[None], out_dtype=torch.float32),
+        lambda x, _: torch.mm(x, x, out_dtype=torch.float32),
+        lambda x, _: torch.bmm(x[None], x[None], out_dtype=torch.float32),
         lambda x, total: torch.addmm(total, x, x, out_dtype=torch.float32),
         lambda x, total: torch.addmm(total, x, x, out_dtype=torch.float32, out=total),
         lambda x, total: torch.baddbmm(total[None], x[None], x[None], out_dtype=torch.float32),

@@ -183,6 +183,8 @@ class OperatorFacts(NamedTuple):
     namespace: str
     name: str
     """Name without namespace and overload, such as "mm"."""
+    overload: str
+    """Such as "dtype_out". "" for the default one."""
     writes: tuple[int | str, ...]
     """Arguments that it changes: their positions, or names of arguments that have to be named."""
     may_return_view: bool
@@ -198,7 +200,7 @@ def facts_of(operator: Any) -> OperatorFacts:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     may_return_view = any(each.alias_info is not None for each in schema.returns)
-    return OperatorFacts(namespace, name, writes, may_return_view)
+    return OperatorFacts(namespace, name, schema.overload_name, writes, may_return_view)
 
 
 def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:

@@ -122,8 +122,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device(
                 name="b200",
                 peak=_B200_PEAK,
-                # 178.35 GiB, a bus of 7680 bits at 3996 MHz, 148 multiprocessors: as CUDA reports them, pytorch/ao #4002
-                memory_bytes=int(178.35 * _GIB),
+                # As CUDA reports them, pytorch/ao #4002: 178.35 GiB, 7680 bits at 3996 MHz, 148 multiprocessors.
+                memory_bytes=int(178.35 * GIB),
                 memory_bandwidth=7.67e12,
                 num_sms=148,
                 per_host=8,

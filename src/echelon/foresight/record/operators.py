@@ -128,7 +128,7 @@ def operator(func: Any) -> Operator:
     facts = facts_of(func)
     name = facts.name
     shape = _SHAPES.get(name)
-    takes_dtype = shape is not None and func._overloadname in ("dtype", "dtype_out")  # noqa: SLF001
+    takes_dtype = shape is not None and facts.overload in ("dtype", "dtype_out")
     flops = _ATTENTION.get(name) or _FLOPS.get(name) or flop_registry.get(func.overloadpacket)
     if takes_dtype:
         flops = None  # torch's formulas do not take the type
