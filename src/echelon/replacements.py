@@ -6,7 +6,7 @@ Each is written as a `Replacement(owner, name, make)`: a search for `Replacement
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,18 +38,18 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
     Raises:
         AttributeError: an attribute does not exist, though it has to.
     """
-    with ExitStack() as stack:
+    before: list[tuple[Any, str, Any]] = []
+    try:
         for owner, name, make, may_be_missing in replacements:
             present = getattr(owner, name, None) if may_be_missing else getattr(owner, name)
             # Of the owner itself: one that it has inherited is inherited again, and a static method stays one.
             own = vars(owner).get(name, _MISSING)
             setattr(owner, name, make(present))
-            stack.callback(_restore, owner, name, own)
+            before.append((owner, name, own))
         yield
-
-
-def _restore(owner: Any, name: str, own: Any) -> None:
-    if own is _MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, own)
+    finally:
+        for owner, name, own in reversed(before):
+            if own is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)

@@ -596,8 +596,4 @@ def microbatches_repeated() -> list[Replacement]:
         if (repeats := _repeats_here()) is not None:
             repeats.expect(module, num_calls)
 
-    return [
-        Replacement(nn.Module, "__call__", calling_repeats),
-        *backward_with(backward),
-        *chunks_noted(expect),
-    ]
+    return [Replacement(nn.Module, "__call__", calling_repeats), *backward_with(backward), *chunks_noted(expect)]

@@ -75,7 +75,10 @@ class ProcessCalls:
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """Inside, the functions act for the calling rank."""
-        for_ranks = [each._replace(make=functools.partial(self._for_ranks, each.make)) for each in self._replacements()]
+        for_ranks = [
+            Replacement(owner, name, functools.partial(self._for_ranks, make))
+            for owner, name, make, _ in self._replacements()
+        ]
         on_error = functools.partial(functools.partial, self._on_thread_error)
         try:
             with replaced([*for_ranks, Replacement(threading, "excepthook", on_error)]):
