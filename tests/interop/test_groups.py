@@ -55,7 +55,9 @@ def behind_others(end):
         dist.all_gather(list(out.unbind()), torch.full((300,), 3.0), async_op=True)
         dist.all_reduce(tensor, async_op=True)
     end()
-    return {value for each in reduced for value in each.tolist()}, {value for each in gathered for value in each[0].tolist()}
+    return {value for each in reduced for value in each.tolist()}, {
+        value for each in gathered for value in each[0].tolist()
+    }
 
 
 def through(group, path, transport, end):

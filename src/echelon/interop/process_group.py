@@ -124,7 +124,7 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         self.group.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Closes the group: finishes its operations and pending sends, then frees connections that only this group uses.
+        """Closes the group: finishes operations and pending sends, then frees connections that only this group uses.
 
         While an exception is under way, as in a `finally`, operations are not waited for: other ranks may never join.
 
