@@ -509,3 +509,24 @@ def update_inside_of_backward(group, is_before):
 def test_an_update_by_hand_inside_of_backward_is_refused(run, is_before):
     """As LOMO does. It took gradients that were not reduced yet, so the ranks went apart without an error."""
     assert_all_equal(run(update_inside_of_backward, 2, is_before), single(mlp(), batch()))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def call_functionally(group):
+    ddp = DDP(Scaled(), group)
+    values = {name: torch.zeros_like(each) for name, each in ddp.named_parameters()}
+    with pytest.raises(UnsupportedOp, match=r"scale is a parameter .*give ddp\.module to torch\.func"):
+        torch.func.functional_call(ddp, values, (torch.ones(3),))
+    return torch.func.functional_call(ddp.module, values, (torch.ones(3),)).tolist()
+
+
+def test_a_parameter_is_not_replaced_by_a_plain_tensor():
+    assert echelon.simulate(call_functionally, 2).results == [[0.0] * 3] * 2

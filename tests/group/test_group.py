@@ -263,6 +263,17 @@ def test_asynchronous_operations_do_not_mix(run):
         assert completed
 
 
+def barrier_behind_others(group):
+    tensors = [torch.ones(300, 100).T for _ in range(10)]  # results of such views are copied into them
+    works = [group.all_reduce(each, async_op=True) for each in tensors]
+    group.barrier()
+    return [each.unique().tolist() for each in tensors], len(works)
+
+
+def test_a_barrier_ends_after_asynchronous_operations_before_it(run):
+    assert run(barrier_behind_others, 3) == [([[3.0]] * 10, 10)] * 3
+
+
 def overlapping_subgroups(group):
     left, right = group.subgroup([0, 1]), group.subgroup([2, 1])
     works = {}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -45,6 +46,77 @@ def test_messages(in_world):
     first, second = in_world(N, messages)
     assert first == ([0.0] * 6, [2.0] * 6, 2.0)
     assert second == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 6, 1.0)
+
+
+def behind_others(end):
+    """Returns the values of tensors whose collectives nobody has waited for, when `end` has returned."""
+    reduced, gathered = ([torch.ones(300_000) for _ in range(10)], [torch.zeros(N, 300) for _ in range(10)])
+    for tensor, out in zip(reduced, gathered, strict=True):
+        dist.all_gather(list(out.unbind()), torch.full((300,), 3.0), async_op=True)
+        dist.all_reduce(tensor, async_op=True)
+    end()
+    return {value for each in reduced for value in each.tolist()}, {
+        value for each in gathered for value in each[0].tolist()
+    }
+
+
+def through(group, path, transport, end):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ECHELON_BACKEND", transport)
+        begin(group, path)
+    found = behind_others(getattr(dist, end))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("end", ["barrier", "destroy_process_group"])
+def test_a_barrier_and_the_end_of_a_group_come_after_operations_before_them(pool, tmp_path, transport, end):
+    """Gloo finishes these first. A program may rely on that, and would get other numbers without an error."""
+    assert pool.run(through, N, str(tmp_path / "store"), transport, end) == [({2.0}, {3.0})] * N
+
+
+@pytest.mark.parametrize("end", ["barrier", "destroy_process_group"])
+def test_on_simulated_ranks_they_do_so_too(end):
+    def rank(_group):
+        dist.init_process_group("gloo")
+        return behind_others(getattr(dist, end))
+
+    assert simulate(rank, N).results == [({2.0}, {3.0})] * N
+
+
+def unseen_failure(group, path):
+    begin(group, path)
+    dist.all_reduce(torch.ones(1 + group.rank), async_op=True)
+    with pytest.raises(CollectiveMismatch, match=r"float32\[1\]"):
+        dist.destroy_process_group()
+
+
+def test_the_end_of_a_group_raises_an_error_that_nobody_has_seen(pool, tmp_path):
+    pool.run(unseen_failure, N, str(tmp_path / "store"))
+
+
+def abandoned(group, path, ended):
+    """Rank 0 stays, and never joins the operation of rank 1."""
+    begin(group, path)
+    if group.rank == 1:
+        dist.all_reduce(torch.ones(1), async_op=True)
+        try:
+            raise ValueError("the program's own")
+        except ValueError:
+            dist.destroy_process_group()
+        ended.touch()
+        return
+    while not ended.exists():
+        time.sleep(0.01)
+    with pytest.raises(PeerFailed):
+        dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+
+
+def test_a_group_that_an_exception_ends_waits_for_nobody(pool, tmp_path):
+    pool.run(abandoned, N, str(tmp_path / "store"), tmp_path / "ended", timeout=15.0)
 
 
 def groups(rank):

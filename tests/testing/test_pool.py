@@ -3,7 +3,9 @@
 import os
 import select
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +120,23 @@ def test_a_job_that_does_not_return_is_given_up_and_its_ranks_are_named():
         own.run(rank_functions.who, 1)
         with pytest.raises(Timeout, match=r"rank 0 of 1 did not return within 0.3 s"):
             own.run(rank_functions.hang, 1, timeout=0.3)
+
+
+def start_a_child(_group, path):
+    path.write_text(str(subprocess.Popen(["sleep", "120"]).pid))
+    time.sleep(120)
+
+
+def test_a_rank_that_is_given_up_leaves_no_child(tmp_path):
+    """Workers of a DataLoader that still import torch then never learn of its death."""
+    path = tmp_path / "child"
+    with RankPool() as own:
+        own.run(rank_functions.who, 1)
+        with pytest.raises(Timeout):
+            own.run(start_a_child, 1, path, timeout=3.0)
+    stat = Path(f"/proc/{path.read_text()}/stat")
+    while stat.exists() and stat.read_text().rpartition(") ")[2][0] != "Z":  # its new parent may collect it later
+        time.sleep(0.01)
 
 
 def test_what_cannot_be_pickled_is_described(pool):

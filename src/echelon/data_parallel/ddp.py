@@ -158,6 +158,16 @@ class ModuleProxy(torch.nn.Module):
         own = name in self.__dict__ or any(name in cls.__dict__ for cls in type(self).__mro__)
         if own or name == "module" or "module" not in self.__dict__.get("_modules", {}):
             super().__setattr__(name, value)
+        elif (
+            name in self.module._parameters
+            and isinstance(value, torch.Tensor)
+            and not isinstance(value, torch.nn.Parameter)
+        ):
+            # torch.func.functional_call, which looks for its parameters in the wrapper, ends here.
+            raise UnsupportedOp(
+                f"{name} is a parameter of the wrapped module: assign a torch.nn.Parameter, or give ddp.module to "
+                "torch.func.functional_call"
+            )
         else:
             setattr(self.module, name, value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import cast, overload
 
@@ -338,12 +339,18 @@ class Collectives(GroupBase):
     def barrier(self, async_op: bool = False, timeout: Seconds = None) -> Work[None] | None:
         """Blocks until every rank has called it. Returns None, or a Work with `async_op`.
 
+        Asynchronous collectives that this rank started before in this group have ended then, too.
+
         Args:
             async_op, timeout: As in `all_reduce`.
 
         Raises:
             CollectiveMismatch, PeerFailed, DeadlockError, Timeout, Closed, UnsupportedOp: as for the class.
         """
+        if self._runner.under_way and async_op is False:
+            # Behind them in the group's lane.
+            work = self._runner.call("barrier", None, async_op=True, timeout=timeout)
+            return cast("None", work.wait(threading.TIMEOUT_MAX))
         if timeout is None and async_op is False and (done := self._run_known("barrier", -1, "", None, None)):
             return None if done is True else self._runner.go_on(done, None, None)
         return self._runner.call("barrier", None, async_op=async_op, timeout=timeout)

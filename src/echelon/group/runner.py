@@ -113,6 +113,8 @@ class CollectiveRunner:
         self._marks: tuple[str, ...] = ()
         # Errors of asynchronous operations that nobody has waited for yet, by sequence number; `close` raises them.
         self._unseen: dict[int, Exception] = {}
+        self.under_way: set[int] = set()
+        """Numbers of the asynchronous operations that have not ended."""
         self._prepared: dict[tuple[object, ...], Prepared] = {}
         # Refers to no group: records outlive theirs.
         self._watched_by = partial(_diagnosis, backend, ranks)
@@ -328,7 +330,14 @@ class CollectiveRunner:
         aside = self._backend.aside(self._context)
         if aside is not None:
             attempt = partial(aside.queued, attempt)
-        work: Work[Any] = self._backend.lanes.start(partial(self._beside, attempt, record), str(record), self._context)
+        self.under_way.add(record.sequence)
+        try:
+            work: Work[Any] = self._backend.lanes.start(
+                partial(self._beside, attempt, record), str(record), self._context
+            )
+        except Closed:
+            self.under_way.discard(record.sequence)
+            raise
         work.overwrites(changes)
         if aside is not None:
             work.when_taken(aside.join)
@@ -431,6 +440,8 @@ class CollectiveRunner:
         except Exception as error:
             self._unseen[record.sequence] = error
             raise
+        finally:
+            self.under_way.discard(record.sequence)
 
     def _give_up(self, error: BaseException, watch: HangDiagnosis, operation: str) -> BaseException:
         """Revokes the group on all ranks and returns the error to raise on this rank."""

@@ -436,8 +436,8 @@ def _splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int, argument: str)
 
 
 def barrier(runner: Runner, opts: Options | None = None) -> TorchWork:
-    """Completes when every rank has called it."""
-    return runner.run(runner.group.barrier, lambda _: [], opts)
+    """Completes when every rank has called it, and the operations that this rank has started before have ended."""
+    return runner.run(runner.group.barrier, lambda _: [], opts, is_behind_all=True)
 
 
 def _root(opts: RootOptions | None) -> int:

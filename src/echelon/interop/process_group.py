@@ -7,6 +7,7 @@ group with the same ranks, which the first such call makes.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -123,12 +124,19 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         self.group.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Closes the group: finishes pending sends, then frees connections that only this group uses.
+        """Closes the group: finishes operations and pending sends, then frees connections that only this group uses.
+
+        While an exception is under way, as in a `finally`, operations are not waited for: other ranks may never join.
 
         Raises:
-            EchelonError, Closed: as `ProcessGroup.close`.
+            EchelonError, Closed: as `ProcessGroup.close`; or an asynchronous operation failed, and nobody has asked for
+                its end.
         """
-        self.group.close()
+        try:
+            if sys.exception() is None:
+                self.runner.finish()
+        finally:
+            self.group.close()
 
     def abort(self) -> None:
         """Aborts the group: every rank that waits for this one raises PeerFailed."""

@@ -25,7 +25,7 @@ from echelon._torch_private.distributed import fail_when_unwrapped, is_done
 from echelon._torch_private.modules import never_compiled
 from echelon.backends.work import Work
 from echelon.call_site import ddp_call
-from echelon.errors import UnsupportedOp
+from echelon.errors import Closed, UnsupportedOp
 from echelon.group.group import ProcessGroup
 
 T = TypeVar("T")
@@ -42,6 +42,8 @@ class Outcome(Future[T], Generic[T]):
         """Makes an unfinished future. Call `is_driven_by` before any wait for it."""
         super().__init__()
         self._job: Work[None] | None = None
+        self.is_watched = False
+        """Whether the program has this future, or has asked for the end of its operation."""
 
     def is_driven_by(self, job: Work[None]) -> None:
         """Sets the lane's job that completes this future."""
@@ -199,6 +201,7 @@ class Pending(EchelonWork):
         """
         if (running := self._running) is not None:
             work, outcome = running
+            outcome.is_watched = True
             limit = seconds(timeout)
             work.wait(FOREVER if limit is None else limit)
             outcome.wait()  # C++ asks for the future's value next
@@ -209,11 +212,17 @@ class Pending(EchelonWork):
         return (running := self._running) is None or running[0].is_completed()
 
     def exception(self) -> BaseException | None:  # noqa: D102
-        return None if (running := self._running) is None else running[0].exception()
+        if (running := self._running) is None:
+            return None
+        work, outcome = running
+        outcome.is_watched |= work.has_ended
+        return work.exception()
 
     def result(self) -> list[Tensor]:
         """Returns the tensors; see `get_future`."""
-        return self._held()[0].result()
+        work, outcome = self._held()
+        outcome.is_watched = True
+        return work.result()
 
     def get_future(self) -> Future[list[Tensor]]:
         """Returns a future of the tensors.
@@ -222,6 +231,7 @@ class Pending(EchelonWork):
             UnsupportedOp: Python had dropped the operation before it ended, and its tensors were large.
         """
         outcome = self._held()[1]
+        outcome.is_watched = True
         self._is_wanted = False
         return outcome
 
@@ -289,9 +299,17 @@ class Runner:
         self.group = group
         self._thread = threading.local()
         self._orphans = Orphans()
+        self._under_way: dict[Outcome[list[Tensor]], None] = {}
+        """Futures of operations in the lane, in their order."""
+        self._failed: list[tuple[Outcome[list[Tensor]], BaseException]] = []
 
     def run(
-        self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options | None
+        self,
+        call: Callable[..., T | Work[T]],
+        settle: Callable[[T], Sequence[Tensor]],
+        options: Options | None,
+        *,
+        is_behind_all: bool = False,
     ) -> TorchWork:
         """Runs a collective. Blocks until it has ended, unless `options.asyncOp` is set.
 
@@ -299,14 +317,34 @@ class Runner:
             call: starts it, given `async_op` and `timeout`.
             settle: writes its result into the user's tensors and returns them; called once.
             options: torch's options. None: their defaults.
+            is_behind_all: whether it ends after all operations that this rank has started before.
         """
         if made_by := ddp_call():
             with self.group.backend.flight_recorder.within(made_by):
-                return self._run(call, settle, options)
-        return self._run(call, settle, options)
+                return self._run(call, settle, options, is_behind_all)
+        return self._run(call, settle, options, is_behind_all)
+
+    def finish(self) -> None:
+        """Blocks until all asynchronous operations have ended.
+
+        Raises:
+            EchelonError: an operation failed, and the program has never asked for its end.
+        """
+        for outcome in list(self._under_way):
+            with suppress(Exception):  # those that the program does not know are raised below
+                outcome.wait()
+        failed, self._failed = self._failed, []
+        for outcome, error in failed:
+            # A group that was aborted has ended its own operations.
+            if not outcome.is_watched and not isinstance(error, Closed):
+                raise error
 
     def _run(
-        self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options | None
+        self,
+        call: Callable[..., T | Work[T]],
+        settle: Callable[[T], Sequence[Tensor]],
+        options: Options | None,
+        is_behind_all: bool,
     ) -> TorchWork:
         # torch's options are asynchronous by default.
         timeout, is_async = (None, True) if options is None else (seconds(options.timeout), options.asyncOp)
@@ -316,13 +354,14 @@ class Runner:
         if must_wait and is_at_end_of_backward() and not self._is_settling():
             return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
         # Fast path of a synchronous call. A callback in the lane queues instead, which keeps the order of the group.
-        if not is_async and not self._is_settling():
+        if not is_async and not self._is_settling() and not (is_behind_all and self._under_way):
             return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
         running = cast("Work[T]", call(async_op=True, timeout=timeout))
         # Two jobs, since the Work must be complete before the future's callbacks run.
         end = f"the end of {running.description}"
         settled = self._queue(lambda: list(settle(running.result())), end)
         outcome: Outcome[list[Tensor]] = Outcome()
+        self._under_way[outcome] = None
         job = self._queue(lambda: self._complete(outcome, settled), end)
         # Who waits for one of them waits for the collective.
         settled.lateness = job.lateness = running.lateness
@@ -346,6 +385,9 @@ class Runner:
             outcome.settle(work.result)
         finally:
             self._thread.settles = was_settling
+            if (error := work.exception()) is not None:
+                self._failed.append((outcome, error))
+            self._under_way.pop(outcome, None)
 
     def _is_settling(self) -> bool:
         """Whether a callback in the lane's thread is running. Jobs queued before it come before its own operations."""

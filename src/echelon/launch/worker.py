@@ -151,8 +151,13 @@ class Worker:
             self.connection.send_bytes(_FAREWELL)
 
     def end(self, patience: float = 0.0) -> None:
-        """Waits up to `patience` seconds for the process to exit, then kills it. May be called once."""
-        self._process.join(patience)
+        """Waits up to `patience` seconds for the process to exit, kills it, and what it started. May be called once."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        poll.poll(1000 * patience)
+        # Before `join`, after which another process may get the number. A worker that still imports leads no group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -172,6 +177,9 @@ class Worker:
 
 
 def _serve(connection: Connection) -> None:
+    # A group of its own, with its children, such as the workers of a DataLoader. These look for the death of the rank
+    # only when they have imported torch, and would then stay for ever.
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends its workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -186,8 +194,9 @@ def _read(connection: Connection, messages: queue.SimpleQueue[bytes]) -> None:
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
-            os._exit(1)  # not sys.exit, which would end this thread only
-        messages.put(message)
+            os.killpg(0, signal.SIGKILL)  # the parent is gone, which would have ended this process and its children
+        else:
+            messages.put(message)
 
 
 def _perform(job: Job) -> Outcome:

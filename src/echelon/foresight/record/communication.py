@@ -76,7 +76,12 @@ class _AtOnce(Runner):
     """Runner whose collectives of real tensors have ended when they return. None of them takes long."""
 
     def run(
-        self, call: Callable[..., Any], settle: Callable[[Any], Sequence[Tensor]], options: Options | None
+        self,
+        call: Callable[..., Any],
+        settle: Callable[[Any], Sequence[Tensor]],
+        options: Options | None,
+        *,
+        is_behind_all: bool = False,  # noqa: ARG002
     ) -> dist.Work:
         return Done(settle(call(async_op=False, timeout=None if options is None else seconds(options.timeout))))
 
