@@ -379,14 +379,10 @@ class Played:
         total = sum(self.bubbles[self.classes[rank]] for rank in range(self.world_size))
         return total / (self.world_size * self.seconds)
 
-    def memory(self, *, expandable: bool = False) -> Mapping[int, Memory]:
-        """Returns the memory of each role.
-
-        Args:
-            expandable: Whether PyTorch's allocator has expandable segments.
-        """
+    def memory(self) -> Mapping[int, Memory]:
+        """Returns the memory of each role."""
         limit = self.device.memory_bytes
-        return {rank: memory_of(role.program.trace, limit, expandable) for rank, role in self.roles.items()}
+        return {rank: memory_of(role.program.trace, limit) for rank, role in self.roles.items()}
 
     def timeline(self, *, kernels: bool = False) -> Timeline:
         """Returns a timeline with a row for each role: its default stream, with other streams and groups beside it.
