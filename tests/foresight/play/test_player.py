@@ -224,6 +224,16 @@ def test_exposed_communication_is_by_group_and_line_and_counts_moments_once():
     assert exposed.keys() <= {Exposed("g0", "train.py:1"), Exposed("g1", "train.py:2")}
 
 
+def test_exposed_communication_is_that_of_the_rank_that_ends_last():
+    short = Step(0, groups=((0, 1),)).kernel(1).collective(1, 3 * SECOND, blocking=True)
+    long = Step(2, groups=((2, 3),)).kernel(5).collective(1, SECOND, blocking=True)
+    result = played(short, long, classes=[0, 0, 2, 2])
+    assert [sum(role.exposed.values()) for role in result.roles.values()] == [3, 1]
+    assert sum(result.exposed.values()) == 1
+    assert result.exposed_modules.keys() <= result.exposed.keys()
+    assert result.slowest.shares.exposed * result.seconds == pytest.approx(1)
+
+
 def test_time_in_which_another_role_is_late_is_not_communication():
     slow = Step(0).kernel(5).collective(1, SECOND).wait(1)
     fast = Step(1).kernel(1).collective(1, SECOND).wait(1)

@@ -322,21 +322,16 @@ class Played:
 
     @cached_property
     def exposed(self) -> Mapping[Exposed, float]:
-        """Seconds of communication that nothing hides, by group and line, on the rank where it is longest."""
-        longest: dict[Exposed, float] = {}
-        for role in self.roles.values():
-            for name, seconds in role.exposed.items():
-                longest[name] = max(seconds, longest.get(name, 0.0))
-        return dict(sorted(longest.items(), key=lambda item: -item[1]))
+        """Seconds of communication that no kernel hides, by group and line, on the rank that ends last.
 
-    @cached_property
+        The longest comes first. Other ranks may wait there, or have other lines.
+        """
+        return dict(sorted(self.slowest.exposed.items(), key=lambda item: -item[1]))
+
+    @property
     def exposed_modules(self) -> Mapping[Exposed, tuple[str, ...]]:
-        """Modules of exposed communication of all roles by group and line. Alike layers are one."""
-        found: dict[Exposed, dict[str, None]] = defaultdict(dict)
-        for role in self.roles.values():
-            for name, modules in role.exposed_modules.items():
-                found[name].update(dict.fromkeys(modules))
-        return {name: tuple(modules) for name, modules in found.items()}
+        """Modules of `exposed` by group and line. Alike layers are one."""
+        return self.slowest.exposed_modules
 
     @cached_property
     def model_flops(self) -> float:
