@@ -23,6 +23,7 @@ from recordings import Recordings, depths, with_another_microbatch
 from rows import FITTED, MPT_ATTENTION, NETWORKS, Row, published
 
 from echelon.foresight.networks import cluster_of
+from echelon.foresight.play.allocator import memory_of
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.play.fusion import fuse
@@ -73,7 +74,8 @@ class Study:
         # The peak moves with the depth, from the loss to the backward of the blocks. So phases are extended one by one.
         peaks = [extended([each.get(phase, 0) for each in memory], recorded, depth) for phase in memory[0]]
         # Llama's authors ran with expandable segments.
-        reserved = played.memory(expandable=True)[0].reserved_peak if row.reserved_gib else 0
+        expandable = replace(played.roles[0].program.trace, has_expandable_segments=True)
+        reserved = memory_of(expandable).reserved_peak if row.reserved_gib else 0
         return Prediction(extended(seconds, recorded, depth), max(peaks), reserved, shares)
 
     def _play(self, row: Row, device: Device, layers: int, more: int) -> Played:

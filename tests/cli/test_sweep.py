@@ -356,6 +356,32 @@ def test_files_are_of_the_best_combination(monkeypatch, capsys):
     assert "echelon: wrote a.svg, a.html, of the best combination: --tp 4\n" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (2, "echelon: ended by SIGINT: did not write a.svg, a.html\n"),
+        (1, "echelon: ended by SIGINT: 1 of 2 combinations left out, did not write a.svg, a.html\n"),
+    ],
+)
+def test_a_sweep_that_is_ended_says_which_files_are_missing(number, said, monkeypatch, capsys):
+    num_ran = 0
+
+    def run(commands, shown):
+        nonlocal num_ran
+        for each in run_all(commands):
+            if num_ran == number:
+                raise KeyboardInterrupt
+            num_ran += 1
+            yield each
+
+    monkeypatch.setattr(sweep_module, "run_all", run)
+    words = ["foresee", "-n", "4", "--sweep", "--tp {2,4}", "--html", "a.html", "--svg", "a.svg", "train.py"]
+    assert command(words) == 130
+    captured = capsys.readouterr()
+    assert captured.err.endswith(said)
+    assert "--tp" in captured.out
+
+
 def test_without_a_best_combination_no_file_is_written(monkeypatch, capsys):
     status, ran = swept(monkeypatch, [OUTCOMES["8"], OUTCOMES["16"]], "--html", "a.html")
     assert (status, len(ran)) == (1, 2)

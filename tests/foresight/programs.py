@@ -119,10 +119,10 @@ def ddp(*, depth=2, recompute="", accumulate=1, autocast=None, after=None, **opt
     train(model, device, accumulate=accumulate, after=after, autocast=autocast)
 
 
-def fsdp1(*, depth=2, use_orig_params=True):
+def fsdp1(*, depth=2, use_orig_params=True, reduce_dtype=torch.float32):
     device = begin()
     model = Decoder(depth).cuda()
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     options = {"mixed_precision": policy, "device_id": device, "use_orig_params": use_orig_params}
     for number, layer in enumerate(model.layers):
         model.layers[number] = FullyShardedDataParallel(layer, **options)

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from echelon import CollectiveMismatch, DeadlockError, foresee
 from echelon.checkpoint import Store
@@ -155,7 +157,36 @@ def test_checkpoint_that_only_some_ranks_save_is_a_problem():
     assert re.match(r"Store.save at .*test_check.py:\d+ is called on rank 0, but not on rank 1: every", str(found[1]))
 
 
-def test_reduction_in_bfloat16_is_a_problem():
-    seen = foresee(lambda: programs.fsdp(depth=1, reduce_dtype=torch.bfloat16), 2)
-    assert [problem.kind for problem in seen.problems] == ["narrow reduction"]
-    assert "bfloat16" in str(seen.problems[0])
+def with_hook():
+    model = DistributedDataParallel(torch.nn.Linear(8, 8, device=programs.begin()))
+    model.register_comm_hook(None, bf16_compress_hook)
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("program", "cure"),
+    [
+        (
+            lambda: programs.fsdp(depth=1, reduce_dtype=torch.bfloat16),
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+        ),
+        (
+            lambda: programs.fsdp1(depth=1, reduce_dtype=torch.bfloat16),
+            "MixedPrecision(reduce_dtype=torch.float32) of FSDP1 or MixedPrecisionPolicy(reduce_dtype=torch.float32) "
+            "of FSDP2",
+        ),
+        (
+            with_hook,
+            "DDP of float32 parameters with autocast and without bf16_compress_hook, or "
+            "MixedPrecision(reduce_dtype=torch.float32) of FSDP1",
+        ),
+    ],
+    ids=["fsdp2", "fsdp1", "ddp"],
+)
+def test_reduction_in_bfloat16_is_a_problem(program, cure):
+    seen = foresee(program, 2)
+    assert {problem.kind for problem in seen.problems} == {"narrow reduction"}
+    assert f"in bfloat16: reduce in float32, as by {cure}, unless this is meant" in str(seen.problems[0])

@@ -5,6 +5,8 @@ import json
 import os
 import pkgutil
 import re
+import signal
+import subprocess
 import sys
 import warnings
 
@@ -439,6 +441,23 @@ def test_the_sweeps_that_are_advised_after_a_misfit_fit_and_are_not_needlessly_s
     assert command([*gpu, "train.py", "--batch", "9", "--recompute"]) == 1
     assert "activation checkpointing by" not in capfd.readouterr().err, "the script recomputes already"
     assert largest == [3, 6]  # of 39 GiB: 4 need 49, and 9 with recomputation 47
+
+
+@pytest.mark.timeout(120)
+def test_command_that_sigterm_ends_leaves_no_folder(tmp_path):
+    for_scratch = tmp_path / "scratch"
+    for_scratch.mkdir()
+    (tmp_path / "train.py").write_text("print('begun', flush=True)\nwhile True:\n    pass\n")
+    words = [sys.executable, "-P", "-m", "echelon", "foresee", "-n", "2", "train.py"]
+    environment = {**os.environ, "TMPDIR": str(for_scratch)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout.readline() == "[0] begun\n"
+        assert list(for_scratch.glob("echelon-foresee-*"))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (143, "echelon: ended by SIGTERM\n")
+    assert not list(for_scratch.iterdir())
 
 
 def test_command_says_that_nothing_was_recorded(script, capfd):

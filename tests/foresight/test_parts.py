@@ -40,6 +40,8 @@ def update(name):
         case "scatter_add_":
             table.scatter_add_(0, wide, rows)
             return 8 * CHOSEN * WIDTH + 2 * CHOSEN * ROW, CHOSEN * ROW
+        case "embedding_renorm_":
+            nn.functional.embedding(index, table, max_norm=1.0)
     return INDICES + CHOSEN * ROW, CHOSEN * ROW
 
 
@@ -47,7 +49,7 @@ def update(name):
     "name",
     [
         *("index_put_", "index_put_ of columns", "index_put_ that adds", "index_copy_", "index_fill_", "index_add_"),
-        *("scatter_", "scatter_add_"),
+        *("scatter_", "scatter_add_", "embedding_renorm_"),
     ],
 )
 def test_an_operator_in_place_moves_the_rows_that_it_changes(name):
@@ -70,3 +72,18 @@ def test_bags_of_embeddings_read_the_rows_of_their_indices():
     (kernel,) = (each for each in seen.traces[0].entries if isinstance(each, Kernel) and "embedding_bag" in each.name)
     read = sum(size for _, size in kernel.reads)
     assert 3 * CHOSEN * (ROW + 8) <= read <= 3 * CHOSEN * (ROW + 8) + 64
+
+
+@pytest.mark.parametrize("dims", [(2,), (1, 2), (0, 1, 2)], ids=len)
+def test_a_transform_passes_its_tensor_once_for_each_dimension(dims):
+    def program():
+        spectrum = torch.fft.rfftn(torch.ones(8, 16, 32, device="cuda"), dim=dims)
+        torch.fft.irfftn(torch.fft.fftn(spectrum, dim=dims), dim=dims)
+
+    seen = foresee(program, 1, gpu="h100")
+    found = [each for each in seen.traces[0].entries if isinstance(each, Kernel) and "fft" in each.name]
+    real, halves = 8 * 16 * 32 * 4, 8 * 16 * 17 * 8
+    assert [each.num_bytes for each in found] == [
+        len(dims) * size for size in (real + halves, 2 * halves, halves + real)
+    ]
+    assert [each.launches for each in found] == [len(dims)] * 3

@@ -53,6 +53,7 @@ def test_bytes_of_a_trace():
         skipped=("other",),
         computed=((0, 1, "0F3"),),
         earlier=entries[2:8],
+        has_expandable_segments=True,
     )
     assert unpacked(packed(whole)) == whole
     assert repr(unpacked(packed(whole))) == repr(whole)  # the kinds of entries, too

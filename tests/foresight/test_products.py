@@ -249,6 +249,19 @@ def test_images_with_channels_first_are_converted(name, options, converted):
     assert not converted or (conversions[0].reads, conversions[0].writes) == ((image,), ((UNKNOWN_STORAGE, image[1]),))
 
 
+def test_an_expanded_gradient_of_images_is_made_whole():
+    def program():
+        x = torch.ones(4, 8, 16, 16, device="cuda", requires_grad=True)
+        nn.Conv2d(8, 8, 3, padding=1, device="cuda")(x).sum().backward()
+
+    found = kernels(foresee(program, 1, gpu="h100"))
+    whole, one = 4 * 8 * 16 * 16 * 4, 4
+    first = next(index for index, each in enumerate(found) if each.phase == "backward" and each.kind == "matmul") - 2
+    # Read from its one element, then written and read as a whole.
+    assert found[first].num_bytes == one + whole
+    assert [each.reads[0][1] for each in found[first:] if each.name == "convolution_backward"] == [whole] * 3
+
+
 def test_a_gradient_that_is_not_needed_has_no_kernel():
     def program():
         convolution = nn.Conv2d(8, 16, 3, device="cuda", dtype=torch.float64)

@@ -68,11 +68,11 @@ class Step:
         self.entries.append(Kernel(**kernel, **about, phase=phase, place=self._place()))
         return self
 
-    def collective(self, number, num_bytes, group=0, stream=0, blocking=False, kind="all_gather"):
+    def collective(self, number, num_bytes, group=0, stream=0, blocking=False, kind="all_gather", root=-1):
         place = self._place()
         self.entries.append(
             Collective(
-                stream, number, kind, group, num_bytes, "float32", "", -1, blocking, (), (), "forward", place, -1
+                stream, number, kind, group, num_bytes, "float32", "", root, blocking, (), (), "forward", place, -1
             )
         )
         return self

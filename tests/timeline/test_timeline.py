@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from echelon.timeline.timeline import Idle, LazySequence, Span, Timeline, Transfer
+from echelon.timeline.timeline import Gap, Idle, LazySequence, Span, Timeline, Transfer
 from echelon.timeline.words import figures
 
 
@@ -71,6 +71,29 @@ def test_a_recorded_run_cannot_tell_when_a_transfer_arrived():
     )
     assert timeline.idle[1] == Idle(warm_up=0, other_ranks=1, transfer=1, overhead=1, drain=0)
     assert [item.span.name for item in timeline.critical_path] == ["a", "c", "d"]
+
+
+def test_known_causes_cut_idle_time_that_no_transfer_explains():
+    # 1 to 9 is idle: unknown until 2, a rank until 4, unknown until 6, a transfer until the end.
+    causes = [Gap(0.0, 1.0, "transfer"), Gap(2.0, 4.0, "other_ranks"), Gap(6.0, 9.5, "transfer")]
+    timeline = Timeline((("a", "b"),), ((0.0, 9.0),), ((1.0, 10.0),), causes=[causes])
+    assert [gap for gap in timeline.gaps[0] if gap.cause == "other_ranks"] == [Gap(2.0, 4.0, "other_ranks")]
+    assert timeline.idle[0] == Idle(warm_up=0, other_ranks=2, transfer=3, overhead=3, drain=0)
+
+
+def test_a_cause_that_begins_by_rounding_later_leaves_no_unknown_one():
+    causes = [Gap(1.0 + 1e-12, 9.0, "other_ranks")]
+    timeline = Timeline((("a", "b"),), ((0.0, 9.0),), ((1.0, 10.0),), causes=[causes])
+    assert timeline.gaps[0] == (Gap(1.0, 9.0, "other_ranks"),)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(None, "makespan 10, bubble rate 80.0 %"), (0.25, "makespan 10, bubble 25.0 %"), (math.nan, "makespan 10")],
+)
+def test_a_known_bubble_takes_the_place_of_the_rate(share, text):
+    timeline = Timeline((("a", "b"),), ((0.0, 9.0),), ((1.0, 10.0),), bubble_share=share)
+    assert figures(timeline) == text
 
 
 @pytest.mark.parametrize("moment", [3, 3.0])

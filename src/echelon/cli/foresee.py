@@ -156,8 +156,8 @@ def foresee(options: ForeseeOptions) -> int:
 
     Needs no GPU, and computes nothing: the script runs with tensors that have shapes but no values, on one rank for
     each role. Nothing is written to files. The exit status is 0, that of the first rank that failed, or 1 if the script
-    does not fit into memory or its ranks disagree. Ctrl-C and SIGTERM end --sweep with its table so far. Options go
-    before SCRIPT; words after it are passed to the script.
+    does not fit into memory or its ranks disagree. Ctrl-C and SIGTERM end it, and --sweep with its table so far.
+    Options go before SCRIPT; words after it are passed to the script.
     """
     options.check()
     if options.calibrate is not None:
@@ -167,8 +167,13 @@ def foresee(options: ForeseeOptions) -> int:
     note_misplaced(shown, foresee, options.program, options.args or [])
     if options.sweep is not None:
         return _sweep(options, options.sweep)
-    with only_json(options.json) as stdout:
-        return _foresee(options, shown, stdout)
+    try:
+        with ending_by_sigterm(), only_json(options.json) as stdout:
+            return _foresee(options, shown, stdout)
+    except KeyboardInterrupt as error:
+        ended_by = signal_of(error)
+        shown.say(f"ended by {ended_by.name}")
+        return 128 + ended_by  # as a shell reports it
 
 
 def _foresee(options: ForeseeOptions, shown: Console, stdout: TextIO) -> int:
@@ -177,17 +182,13 @@ def _foresee(options: ForeseeOptions, shown: Console, stdout: TextIO) -> int:
     printed = Counted(shown.stdout)
     warned = WarnedOnce(shown.stderr)
     of_script = above_progress(replace(shown, stdout=cast("BinaryIO", printed), stderr=cast("BinaryIO", warned)))
-    try:
-        # Those of a sweep, and other programs, ask for JSON: lines of time would stand among the errors they read.
-        what = f"foreseeing {counted(options.num_ranks, 'rank')}"
-        with working(what, plain_after=None if options.json else 10.0):
-            # Late: it imports torch, which takes seconds that `--help` need not wait.
-            from echelon.foresight.run import foresee_script
+    # Those of a sweep, and other programs, ask for JSON: lines of time would stand among the errors they read.
+    what = f"foreseeing {counted(options.num_ranks, 'rank')}"
+    with working(what, plain_after=None if options.json else 10.0):
+        # Late: it imports torch, which takes seconds that `--help` need not wait.
+        from echelon.foresight.run import foresee_script
 
-            outcome = foresee_script(program, options.num_ranks, of_script, **options.arguments())
-    except KeyboardInterrupt:
-        shown.say("ended by SIGINT")
-        return 130
+        outcome = foresee_script(program, options.num_ranks, of_script, **options.arguments())
     if outcome.failure is not None:
         failure = outcome.failure
         if failure.error_type == LaunchError.__name__:  # --until, which is looked for while the script runs
@@ -272,7 +273,10 @@ def _sweep(options: ForeseeOptions, text: str) -> int:
     else:
         sweep.show(found, rich_console())
     if signal is not None:
-        console().say(f"ended by {signal.name}: {num_left} of {counted(len(each), 'combination')} left out")
+        missing = ", ".join(files_of(options).values()) if not written else ""
+        left_out = f"{num_left} of {counted(len(each), 'combination')} left out" if num_left or not missing else ""
+        not_written = f"did not write {missing}" if missing else ""
+        console().say(f"ended by {signal.name}: {', '.join(filter(None, (left_out, not_written)))}")
         return 128 + signal  # as a shell reports it
     return 0 if any(entry.fits for entry in found) else 1
 

@@ -25,6 +25,8 @@ from echelon.wording import counted, listed
 
 _SAVES = ("torch.distributed.checkpoint.", "Store.save ")
 """Beginnings of the names of saves that all ranks of a group make together."""
+_OF_FSDP1 = "MixedPrecision(reduce_dtype=torch.float32)"
+_OF_FSDP2 = "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
 _NARROW = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
 
@@ -407,5 +409,14 @@ def narrow_reductions(traces: Mapping[int, Trace]) -> Iterator[Problem]:
             yield Problem(
                 "narrow reduction",
                 f"{where} adds gradients of {counted(size, 'rank')} in {entry.dtype}: reduce in float32, as by "
-                "MixedPrecisionPolicy(reduce_dtype=torch.float32), unless this is meant",
+                f"{_in_float32(trace, entry)}, unless this is meant",
             )
+
+
+def _in_float32(trace: Trace, entry: Collective) -> str:
+    """Returns how a program reduces gradients in float32."""
+    # FSDP with replicas reduces the shards of a group among them.
+    if any(isinstance(each, Collective) and each.kind == "reduce_scatter" for each in trace.entries):
+        # FSDP1 divides sums by itself.
+        return _OF_FSDP2 if entry.op == "mean" else f"{_OF_FSDP1} of FSDP1 or {_OF_FSDP2} of FSDP2"
+    return f"DDP of float32 parameters with autocast and without bf16_compress_hook, or {_OF_FSDP1} of FSDP1"

@@ -21,6 +21,7 @@ def digest(trace: Trace) -> str:
 
 
 def _facts(trace: Trace) -> Iterator[object]:
+    yield trace.has_expandable_segments
     live = [entry for entry in trace.live if not entry.on_host]
     sizes = {entry.storage: entry.num_bytes for entry in live}
     yield sorted((entry.kind, entry.num_bytes) for entry in live)

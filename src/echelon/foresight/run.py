@@ -149,7 +149,7 @@ class Foreseen:
 
     @property
     def exposed(self) -> Mapping[Exposed, float]:
-        """Seconds of communication that no kernel hides, by (group, line), on the rank where it is longest."""
+        """Seconds of communication that no kernel hides, by (group, line), on the rank that ends last."""
         return self.played.exposed
 
     @property

@@ -259,6 +259,8 @@ class Trace:
     first_gpu: tuple[int, str] | None = None
     """Number of the rank on its host, and the line that names CUDA first, if the rank's tensors are on cuda:0 and NCCL
     communicates them between ranks of the host. None: it names another GPU, none at all, or sees its own alone."""
+    has_expandable_segments: bool = False
+    """Whether segments of PyTorch's allocator grow, as by PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
 
     def kernel(self, index: int) -> Kernel:
         """Returns an entry that is a kernel."""

@@ -196,6 +196,10 @@ class Timeline:
         unit: Unit of time.
         memory: For each rank, the memory that it holds, in order of time. Empty if it is not known.
         memory_unit: Unit of `memory`.
+        causes: For each rank, known causes of idle time that no transfer explains, in order of time. They do not
+            overlap. Empty if there are none.
+        bubble_share: Share of the time in which ranks wait for others, which a title names in place of `bubble_rate`.
+            NaN for a title without either. None: not known.
     """
 
     steps: tuple[tuple[object, ...], ...]
@@ -211,6 +215,8 @@ class Timeline:
     unit: Unit = field(default="", compare=False)
     memory: Sequence[Sequence[Level]] = field(default=(), compare=False)
     memory_unit: MemoryUnit = field(default="", compare=False)
+    causes: Sequence[Sequence[Gap]] = field(default=(), compare=False)
+    bubble_share: float | None = field(default=None, compare=False)
 
     if not TYPE_CHECKING:  # type checkers report the name themselves
 

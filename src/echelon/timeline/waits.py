@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 
 from echelon.timeline.timeline import Critical, Gap, Idle, Span, Time, Timeline, Transfer
+
+_ROUNDING = 1e-9
+"""Share of a gap that is no idle time of its own."""
 
 
 class Waits:
@@ -58,7 +62,7 @@ class Waits:
                 continue
             awaited = self.awaited(rank, index)
             if awaited is None:
-                yield Gap(free, start, "overhead")
+                yield from self._known(rank, free, start)
                 continue
             # The gap from `free` to `start` is cut at two points, both clamped to it: measured times of two ranks may
             # contradict each other by the error of their clocks.
@@ -69,6 +73,20 @@ class Waits:
             yield Gap(arrived, start, "overhead")
         yield Gap(ends[-1], run.end, "drain")
 
+    def _known(self, rank: int, start: Time, end: Time) -> Iterator[Gap]:
+        """Yields a gap that no transfer explains, cut by the causes that the timeline knows."""
+        causes: Sequence[Gap] = self._timeline.causes[rank] if self._timeline.causes else ()
+        for index in range(bisect_right(causes, start, key=_end), len(causes)):
+            known = causes[index]
+            if known.start >= end:
+                break
+            # Ends and starts of neighbours differ by rounding.
+            begin = known.start if known.start - start > _ROUNDING * (end - start) else start
+            yield Gap(start, begin, "overhead")
+            start = min(known.end, end)
+            yield Gap(begin, start, known.cause)
+        yield Gap(start, end, "overhead")
+
 
 def total(gaps: Iterable[Gap], zero: Time) -> Idle:
     """Returns the idle time by its cause. `zero` has the type of the times, so that exact times stay exact."""
@@ -76,6 +94,10 @@ def total(gaps: Iterable[Gap], zero: Time) -> Idle:
     for start, end, cause in gaps:
         times[cause] += end - start
     return Idle(**times)
+
+
+def _end(gap: Gap) -> Time:
+    return gap.end
 
 
 def _arrival(transfer: Transfer) -> Time:

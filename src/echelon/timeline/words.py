@@ -31,9 +31,11 @@ def figures(timeline: Timeline) -> str:
     Peaks are in the unit of the memory below, in bytes if that is known.
     """
     parts = [f"makespan {time_text(timeline.makespan, timeline.unit)}"]
-    rate = float(timeline.bubble_rate)
+    # A forecast knows the bubble of each device, which is another figure than that of the busiest rank.
+    share = timeline.bubble_share
+    name, rate = ("bubble rate", float(timeline.bubble_rate)) if share is None else ("bubble", share)
     if not math.isnan(rate):
-        parts.append(f"bubble rate {rate_text(rate)}")
+        parts.append(f"{name} {rate_text(rate)}")
     if timeline.peak_activations:
         parts.append(f"peak activations {_peaks(timeline)}")
     return ", ".join(parts)

@@ -7,8 +7,9 @@ import pytest
 from echelon.errors import EchelonError, LaunchError
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.cluster import Cluster, Placement, hosts_of
-from echelon.foresight.play.collectives import KINDS, collective_cost, message_cost
+from echelon.foresight.play.collectives import KINDS, collective_cost, cost_of, message_cost
 from echelon.foresight.play.devices import DEVICES
+from echelon.foresight.trace import Collective
 from echelon.simulation.network import Network
 from tests.helpers.traces import LINKS
 
@@ -34,7 +35,7 @@ def cost(kind, num_bytes, ranks=range(8), cluster=H100):
     ],
 )
 def test_collectives_without_nccl_by_their_closed_forms(kind, seconds):
-    assert collective_cost(LINKS, kind, Placement(4, 2, 2), 100).seconds == pytest.approx(seconds)
+    assert collective_cost(LINKS, kind, Placement(4, 2, 2, 2), 100).seconds == pytest.approx(seconds)
 
 
 def test_inside_a_host_its_links_count():
@@ -90,6 +91,31 @@ def test_an_all_to_all_uses_both_kinds_of_links_at_once():
     assert found.seconds == pytest.approx(8.4e-6 + 14e-6 + 2e-6 + GIB * 56 / 64 / 47e9)
 
 
+def test_an_all_to_all_takes_as_long_as_a_rank_of_the_smallest_host():
+    # 12 ranks on hosts of 8 and 4: one of the 4 sends 8 of 12 parts by its NIC. Within a host of 8 it is 7 parts.
+    uneven = cluster_of("infiniband-400g", DEVICES["h100"], 12, [8, 4])
+    found = cost("all_to_all", GIB, range(12), uneven)
+    assert found.seconds == pytest.approx(8.4e-6 + 14e-6 + 2e-6 + GIB * 8 / 12 / 47e9)
+    fast = replace(uneven, bandwidth=1e15)
+    found = cost("all_to_all", GIB, range(12), fast)
+    assert found.seconds == pytest.approx(8.4e-6 + 14e-6 + 2e-6 + GIB * 7 / 12 / 350e9)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_a_gather_passes_the_one_nic_of_its_root(kind):
+    # Of 12 ranks 8 are on the root's host, or 4.
+    uneven = cluster_of("infiniband-400g", DEVICES["h100"], 12, [8, 4])
+    for root, remote in ((0, 4), (11, 8)):
+        call = Collective(0, 1, kind, 0, GIB, "float32", "", root, True, (), (), "forward", -1, -1)
+        costs = [cost_of(uneven, range(12), rank, call) for rank in range(12)]
+        assert {each.seconds for each in costs} == {costs[root].seconds}
+        assert costs[root].seconds == pytest.approx(8.4e-6 + 14e-6 + 2e-6 + GIB * remote / 12 / 47e9)
+        assert costs[root].nic == pytest.approx(1, rel=1e-2)
+        # The NICs of members elsewhere pass one part, and the others none.
+        shares = sorted({round(each.nic * remote, 2) for rank, each in enumerate(costs) if rank != root})
+        assert shares == [0, round(costs[root].nic, 2)]
+
+
 def test_oversubscription_narrows_the_uplink_of_a_host():
     narrow = replace(H100, oversubscription=4.0)
     # Alone, a group with a member on each host has its NIC. One of all ranks has a quarter of 8 NICs.
@@ -131,7 +157,7 @@ def test_hosts_are_a_number_or_a_list_or_as_many_as_needed():
     assert hosts_of(12, None, 8) == (8, 4)
     assert hosts_of(12, [4, 8], 8) == (4, 8)
     cluster = cluster_of(Network(hosts=[4, 12]), DEVICES["h100"], 16)
-    assert cluster.placement(range(3, 6)) == (3, 2, 1)
+    assert cluster.placement(range(3, 6)) == (3, 2, 1, 2)
     assert [cluster.host_of(rank) for rank in (0, 3, 4, 15)] == [0, 0, 1, 1]
 
 

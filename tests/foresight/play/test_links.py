@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from echelon.foresight.play.cluster import Cluster
+from echelon.foresight.play.collectives import cost_of
+from echelon.foresight.play.links import Links
 from echelon.foresight.play.player import play
+from echelon.foresight.trace import Collective
 from tests.helpers.traces import PLAIN, Step
 
 HOSTS = Cluster(hosts=(4, 4), bandwidth=1.0, latency=0.0, local_bandwidth=10.0, local_latency=0.0)
@@ -45,6 +48,28 @@ def test_two_all_gathers_over_one_nic_take_twice_as_long_and_over_two_they_do_no
 def test_a_link_is_shared_only_while_both_are_under_way(device):
     # Until 1 s the first has the NIC alone. Then each has a half of it, and its last second takes two.
     assert ends(pair(0, 0, 1), classes=[0] * 8, device=device) == [[3, 4]]
+
+
+def test_a_gather_takes_one_direction_of_the_nic_of_its_root():
+    # The root receives four parts of a byte by its NIC. It sends a message beside it at full speed, and receives none.
+    nccl = replace(HOSTS, generation="hopper")
+    call = Collective(0, 1, "gather", 0, 8, "float32", "", 0, True, (), (), "forward", -1, -1)
+    links = Links(nccl, range(8))
+    shares = {rank: list(links.shares(rank, call, cost_of(nccl, range(8), rank, call))) for rank in range(8)}
+    found = {rank: [(link.kind, link.is_outward, round(share, 4)) for link, share in shares[rank]] for rank in shares}
+    assert found[0] == [("local", False, 0.075), ("nic", False, 1)]
+    assert found[1] == [("local", True, 0.025)]
+    assert found[7] == [("nic", True, 0.25)]
+
+
+def test_gathers_to_hosts_of_other_sizes_take_other_times():
+    # Of 6000 bytes the ranks on the other host have 2000, or 4000.
+    uneven = Cluster((4, 2), 1.0, 0.0, 10.0, 0.0, generation="hopper")
+    step = Step(1, 6, groups=[range(6)])
+    for number, root in enumerate((0, 5)):
+        step.collective(number, 6000, kind="gather", root=root, blocking=True)
+    played = play({1: step.trace()}, [1] * 6, PLAIN, uneven)
+    assert [round(span.end - span.start) for span in played.roles[1].communication] == [2000, 4000]
 
 
 def test_an_uplink_that_is_too_narrow_slows_down_all_groups_of_its_host():

@@ -7,6 +7,7 @@ import pytest
 from echelon.errors import DeadlockError
 from echelon.foresight.play.played import Exposed
 from echelon.foresight.play.player import play
+from echelon.timeline.words import figures
 from tests.helpers.traces import LINKS, PLAIN, Step
 
 SECOND = 20
@@ -224,11 +225,37 @@ def test_exposed_communication_is_by_group_and_line_and_counts_moments_once():
     assert exposed.keys() <= {Exposed("g0", "train.py:1"), Exposed("g1", "train.py:2")}
 
 
+def test_exposed_communication_is_that_of_the_rank_that_ends_last():
+    short = Step(0, groups=((0, 1),)).kernel(1).collective(1, 3 * SECOND, blocking=True)
+    long = Step(2, groups=((2, 3),)).kernel(5).collective(1, SECOND, blocking=True)
+    result = played(short, long, classes=[0, 0, 2, 2])
+    assert [sum(role.exposed.values()) for role in result.roles.values()] == [3, 1]
+    assert sum(result.exposed.values()) == 1
+    assert result.exposed_modules.keys() <= result.exposed.keys()
+    assert result.slowest.shares.exposed * result.seconds == pytest.approx(1)
+
+
 def test_time_in_which_another_role_is_late_is_not_communication():
     slow = Step(0).kernel(5).collective(1, SECOND).wait(1)
     fast = Step(1).kernel(1).collective(1, SECOND).wait(1)
     result = played(slow, fast, classes=[0, 1, 0, 1])
     assert sum(result.roles[1].exposed.values()) == 1
+
+
+def test_a_timeline_knows_why_a_rank_of_a_pipeline_is_idle():
+    # Rank 1 waits for 4 s until rank 0 sends, and a second for the message.
+    first, second = Step(0).kernel(5).send(1, 1, 10), Step(1).kernel(1).receive(1, 0, 10).kernel(2)
+    result = played(first, second, classes=[0, 1, 0, 1])
+    timeline = result.timeline()
+    assert timeline.idle[1] == (0, 4, 1, 0, 0)
+    assert figures(timeline) == f"makespan 8 s, bubble {100 * result.bubble:.1f} %"
+    assert timeline.idle[0].overhead == 0
+
+
+def test_a_timeline_without_messages_has_no_bubble():
+    timeline = played(Step().kernel(1).collective(1, SECOND, blocking=True).kernel(1)).timeline()
+    assert timeline.idle[0] == (0, 0, 1, 0, 0)
+    assert figures(timeline) == "makespan 3 s"
 
 
 def test_a_timeline_has_kernels_beside_communication():

@@ -112,7 +112,7 @@ def _cards(seen: Foreseen, report: Report) -> str:
     name, peak = "memory reserved", max(seen.peak_memory)
     if not seen.fits:
         name, peak = "memory needed", max(peak, *seen.live_memory)
-    exposed = max((role.shares.exposed for role in seen.played.roles.values()), default=0)
+    exposed = seen.played.slowest.shares.exposed
     beside = "unlike the published steps" if accuracy_of(seen.played) else "not compared with real runs"
     cards = [_card("step", seconds_text(seen.step_seconds), report.band or beside)]
     if report.tokens:

@@ -245,7 +245,7 @@ class CachingAllocator:
         del slots[bisect_left(slots, _Slot(block.size, block.number))]
 
 
-def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) -> Memory:
+def memory_of(trace: Trace, limit: int | None = None) -> Memory:
     """Returns the memory of a recorded step on a device of `limit` bytes, and that of its tensors on the host.
 
     The program's first step is played before it, because it fragments the memory: the optimizer's state is allocated at
@@ -257,7 +257,7 @@ def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) 
         # Indices of entries stay: a storage that is freed without having got memory changes nothing.
         entries = tuple(Free(-1) if type(each) is Allocate and each.on_host else each for each in trace.entries)
         trace = replace(trace, live=live_on_gpu, entries=entries)
-    allocator = CachingAllocator(limit, expandable)
+    allocator = CachingAllocator(limit, trace.has_expandable_segments)
     fits = _warm_up(allocator, trace)
     earlier_retries = allocator.retries
     alive: dict[int, Allocate] = {entry.storage: entry for entry in trace.live}

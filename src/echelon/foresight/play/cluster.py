@@ -22,6 +22,8 @@ class Placement(NamedTuple):
     num_hosts: int
     per_host: int
     """Members on the host with the fewest of them."""
+    most_per_host: int
+    """Members on the host with the most of them."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class Cluster:
         """Returns the distribution of a group over the hosts."""
         known = self._placements.get(ranks := tuple(ranks))
         if known is None:
-            counts = Counter(map(self.host_of, ranks))
-            known = self._placements[ranks] = Placement(len(ranks), len(counts), min(counts.values()))
+            counts = Counter(map(self.host_of, ranks)).values()
+            known = self._placements[ranks] = Placement(len(ranks), len(counts), min(counts), max(counts))
         return known
 
     @cached_property

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from echelon.errors import EchelonError
 from echelon.foresight.play.cluster import Cluster, Placement
 from echelon.foresight.play.device import Curve, value_at
-from echelon.foresight.trace import Communication, Message
+from echelon.foresight.trace import Collective, Communication, Message
 
 _US = 1e-6
 
@@ -66,7 +66,8 @@ _CHANNEL_NETWORK = 14e9
 ONE_WAY = ("all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter")
 KINDS = (*ONE_WAY, "all_reduce", "all_to_all", "barrier", "broadcast_rows")
 """Kinds of collectives that have a formula."""
-
+_ROOTED = frozenset({"gather", "scatter"})
+"""Kinds that torch makes of NCCL's sends and receives, between the root and each other member."""
 
 _LIKE = {"broadcast": "all_gather", "broadcast_rows": "all_gather", "scatter": "all_gather", "gather": "all_gather"} | {
     "reduce": "reduce_scatter",
@@ -116,8 +117,9 @@ def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes
         kind, num_bytes = "all_reduce", 4
     if placement.num_hosts == 1 and (seconds := measured_seconds(cluster.links, kind, placement.num_ranks, num_bytes)):
         return Cost(seconds, "measured", "")
-    if kind == "all_to_all":
-        return _all_to_all(cluster, placement, num_bytes)
+    # The root of a gather moves as many bytes as each rank of an all-to-all.
+    if kind == "all_to_all" or (cluster.generation and kind in _ROOTED):
+        return _pairwise(cluster, placement, num_bytes, 1 if kind in _ROOTED else placement.per_host)
     if cluster.generation:
         return _nccl(cluster, kind, placement, num_bytes)
     cost = _plain(cluster, kind, placement, num_bytes)
@@ -132,6 +134,8 @@ def cost_of(cluster: Cluster, ranks: Sequence[int], rank: int, entry: Communicat
         src, dst = entry.ends(rank)
         # Lone messages of two ranks have a communicator of their own.
         return message_cost(cluster, src, dst, entry.num_bytes, (src, dst) if entry.batch < 0 else ranks)
+    if cluster.generation and entry.kind in _ROOTED and entry.root >= 0:
+        return _rooted(cluster, ranks, rank, entry)
     return collective_cost(cluster, entry.kind, cluster.placement(ranks), entry.num_bytes)
 
 
@@ -208,7 +212,7 @@ def measured_seconds(links: Mapping[str, Curve], kind: str, num_ranks: int, num_
 
 
 def _nccl(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:
-    ranks, hosts, per_host = placement
+    ranks, hosts, per_host, _ = placement
     ring = cluster.ring_bandwidth(placement)
     limit = LL_MOST[cluster.generation][min(hosts, 3) - 1]
     both_ways = kind == "all_reduce"
@@ -252,14 +256,32 @@ class _Way(NamedTuple):
     """Bytes that pass between neighbours, with the protocol's overhead."""
 
 
-def _all_to_all(cluster: Cluster, placement: Placement, num_bytes: float) -> Cost:
-    """Returns the cost of an exchange with all ranks, inside the host and between hosts at once, on separate links."""
-    ranks, hosts, per_host = placement
-    local = (ranks / hosts - 1) * num_bytes / ranks
-    remote = num_bytes * (ranks - 1) / ranks - local
+def _rooted(cluster: Cluster, ranks: Sequence[int], rank: int, entry: Collective) -> Cost:
+    """Returns the cost of a gather or scatter of NCCL, with the shares that one of its ranks takes."""
+    hosts = [cluster.host_of(each) for each in ranks]
+    own, of_root = cluster.host_of(rank), cluster.host_of(entry.root)
+    near = hosts.count(of_root)
+    placement = cluster.placement(ranks)._replace(per_host=near, most_per_host=near)
+    cost = collective_cost(cluster, entry.kind, placement, entry.num_bytes)
+    if rank == entry.root:
+        return cost
+    # Other members move their own part alone: on the links of the root's host, or by their NICs.
+    local = cost.local / (near - 1) if own == of_root else 0.0
+    nic = cost.nic / (len(ranks) - near) if own != of_root else 0.0
+    return cost._replace(local=local, nic=nic, uplink=nic)
+
+
+def _pairwise(cluster: Cluster, placement: Placement, num_bytes: float, at_once: int) -> Cost:
+    """Returns the cost of an exchange with all ranks, inside the host and between hosts at once, on separate links.
+
+    A rank on the host with the fewest members has the most to pass between hosts, one on that with the most inside.
+    `at_once` ranks of a host share its uplink.
+    """
+    ranks, hosts, fewest, most = placement
+    local, remote = (most - 1) * num_bytes / ranks, (ranks - fewest) * num_bytes / ranks
     seconds = local / cluster.local_bandwidth
     if hosts > 1:
-        seconds = max(seconds, remote / min(cluster.bandwidth, cluster.uplink / per_host))
+        seconds = max(seconds, remote / min(cluster.bandwidth, cluster.uplink / at_once))
     if cluster.generation:
         simple = PROTOCOLS["Simple"]
         seconds += simple.ring_base + (simple.ring_remote + cluster.latency if hosts > 1 else simple.ring_local)

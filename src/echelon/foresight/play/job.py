@@ -70,7 +70,9 @@ class Job:
     def price(self, trace: Trace, entry: Communication) -> Price:
         """Returns the duration of a collective or message on idle links, and the links that it uses."""
         # Fast path: a step has thousands of calls, and tens of distinct ones.
-        about = (entry.kind,) if isinstance(entry, Collective) else (entry.is_send, entry.peer, entry.batch < 0)
+        about = (
+            (entry.kind, entry.root) if isinstance(entry, Collective) else (entry.is_send, entry.peer, entry.batch < 0)
+        )
         key = (trace.rank, entry.group, entry.num_bytes, *about)
         known = self._prices.get(key)
         if known is None:
@@ -85,12 +87,14 @@ class Job:
     def _price_at(self, trace: Trace, entry: Communication, distance: int) -> Price:
         """Returns the price in the group that lies a distance from the recorded one."""
         ranks, rank = tuple(each + distance for each in trace.groups[entry.group].ranks), trace.rank
-        ends = ranks
+        ends, there = ranks, entry
         if isinstance(entry, Message):
             rank += distance
             ends = (rank, entry.peer + distance if entry.peer >= 0 else rank)
-            entry = entry._replace(peer=ends[1]) if entry.peer >= 0 else entry
-        cost = cost_of(self.cluster, ranks, rank, entry)
+            entry = there = entry._replace(peer=ends[1]) if entry.peer >= 0 else entry
+        elif entry.root >= 0:
+            there = entry._replace(root=entry.root + distance)
+        cost = cost_of(self.cluster, ranks, trace.rank + distance, there)
         is_local = self.cluster.placement(ends).num_hosts == 1
         return Price(cost, tuple(self.links.shares(rank, entry, cost)), is_local)
 

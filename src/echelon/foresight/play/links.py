@@ -61,6 +61,9 @@ class Links(Generic[_Flow]):
             if entry.is_send and cost.nic:
                 # With rails the message may leave by the NIC of another rank of the host.
                 by = self._classes[self._cluster.nic_of(rank, entry.peer)]
+        elif entry.kind in ("gather", "scatter") and entry.root >= 0 and cost.algorithm == "pairwise":
+            # The root of a gather receives alone, and that of a scatter sends alone.
+            ways = ((entry.kind == "scatter") == (rank == entry.root),)
         for way in ways:
             if cost.local:
                 yield Link("local", role, way), cost.local

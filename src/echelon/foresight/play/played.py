@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.program import Program
 from echelon.foresight.trace import Kernel, Message, Trace, alike_layers
-from echelon.timeline.timeline import Span, Timeline
+from echelon.timeline.timeline import Gap, LazySequence, Span, Timeline
 
 _FEW_RANKS = 2
 """Most ranks of a group that are listed one by one in place of a name."""
@@ -205,6 +207,14 @@ class PlayedRole:
         """Seconds in which no kernel runs and a stream waits until the other sides of a communication arrive."""
         return sum((end - start for _, start, end in self._without_kernels(self.waits)), 0.0)
 
+    def idle_causes(self) -> Iterator[Gap]:
+        """Yields the intervals in which no kernel runs and communication does, or a stream waits for other ranks."""
+        exposed = _merged((start, end) for _, start, end in self.exposed_parts)
+        waiting = _merged((start, end) for _, start, end in self._without_kernels(self.waits))
+        causes = [Gap(start, end, "transfer") for start, end in exposed]
+        causes += [Gap(start, end, "other_ranks") for start, end in _parts_outside(waiting, exposed)]
+        yield from sorted(causes)
+
     def _without_kernels(self, intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[int, float, float]]:
         """Yields the parts of intervals in which no kernel runs, as (number of the interval, start, end).
 
@@ -322,21 +332,16 @@ class Played:
 
     @cached_property
     def exposed(self) -> Mapping[Exposed, float]:
-        """Seconds of communication that nothing hides, by group and line, on the rank where it is longest."""
-        longest: dict[Exposed, float] = {}
-        for role in self.roles.values():
-            for name, seconds in role.exposed.items():
-                longest[name] = max(seconds, longest.get(name, 0.0))
-        return dict(sorted(longest.items(), key=lambda item: -item[1]))
+        """Seconds of communication that no kernel hides, by group and line, on the rank that ends last.
 
-    @cached_property
+        The longest comes first. Other ranks may wait there, or have other lines.
+        """
+        return dict(sorted(self.slowest.exposed.items(), key=lambda item: -item[1]))
+
+    @property
     def exposed_modules(self) -> Mapping[Exposed, tuple[str, ...]]:
-        """Modules of exposed communication of all roles by group and line. Alike layers are one."""
-        found: dict[Exposed, dict[str, None]] = defaultdict(dict)
-        for role in self.roles.values():
-            for name, modules in role.exposed_modules.items():
-                found[name].update(dict.fromkeys(modules))
-        return {name: tuple(modules) for name, modules in found.items()}
+        """Modules of `exposed` by group and line. Alike layers are one."""
+        return self.slowest.exposed_modules
 
     @cached_property
     def model_flops(self) -> float:
@@ -379,14 +384,10 @@ class Played:
         total = sum(self.bubbles[self.classes[rank]] for rank in range(self.world_size))
         return total / (self.world_size * self.seconds)
 
-    def memory(self, *, expandable: bool = False) -> Mapping[int, Memory]:
-        """Returns the memory of each role.
-
-        Args:
-            expandable: Whether PyTorch's allocator has expandable segments.
-        """
+    def memory(self) -> Mapping[int, Memory]:
+        """Returns the memory of each role."""
         limit = self.device.memory_bytes
-        return {rank: memory_of(role.program.trace, limit, expandable) for rank, role in self.roles.items()}
+        return {rank: memory_of(role.program.trace, limit) for rank, role in self.roles.items()}
 
     def timeline(self, *, kernels: bool = False) -> Timeline:
         """Returns a timeline with a row for each role: its default stream, with other streams and groups beside it.
@@ -408,6 +409,9 @@ class Played:
             beside=tuple(beside),
             titles=tuple(f"rank {rank}" for rank in self.roles),
             unit="s",
+            causes=LazySequence(lambda: [tuple(role.idle_causes()) for role in self.roles.values()]),
+            # Without messages of a pipeline nothing is a bubble.
+            bubble_share=self.bubble if self.bubbles else math.nan,
         )
 
 
@@ -420,6 +424,23 @@ def _merged(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, floa
         else:
             merged.append((start, end))
     return tuple(merged)
+
+
+def _parts_outside(
+    intervals: Iterable[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> Iterator[tuple[float, float]]:
+    """Yields the parts of intervals that lie in no others. Both are merged."""
+    for start, end in intervals:
+        at = start
+        for index in range(max(0, bisect_left(others, (start, start)) - 1), len(others)):
+            opening, closing = others[index]
+            if opening >= end:
+                break
+            if opening > at:
+                yield at, opening
+            at = max(at, closing)
+        if at < end:
+            yield at, end
 
 
 def _outside(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:

@@ -62,6 +62,8 @@ INTO_A_PART = frozenset({"all_gather_copy_in"})
 """Operators that write only their first output, a part of their last input, and return that input as well."""
 KEEPS_TERMS = frozenset({"mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"})
 """Losses whose sum or mean lies in the memory of its terms, which it keeps. Source: ATen/native/Loss.cpp and .cu."""
+FFTS = frozenset({"_fft_c2c", "_fft_r2c", "_fft_c2r"})
+"""Fast Fourier transforms of the dimensions that their second argument lists."""
 _LINEAR_ALGEBRA = ("linalg_", "_linalg_")
 _READ_ONCE = frozenset({"linalg_vector_norm", "linalg_cross", "linalg_diagonal", "_linalg_check_errors"})
 """Operators of `torch.linalg` whose kernels read each input once."""
@@ -170,7 +172,8 @@ def launches_of(facts: Operator, args: Sequence[Any]) -> int:
     """Returns the number of kernels of an operator."""
     if facts.is_foreach and args and isinstance(args[0], list | tuple):
         return math.ceil(len(args[0]) / _CHUNK)
-    return 1
+    # cuFFT transforms one dimension after another.
+    return max(1, len(args[1])) if facts.name in FFTS else 1
 
 
 def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], out: object) -> tuple[int, Shape]:

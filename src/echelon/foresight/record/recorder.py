@@ -414,9 +414,12 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         """
         converts = self._dtype_of(operation, ()) in _ON_TENSOR_CORES and not self.log.is_compiled()
         for part in parts(operation.facts.name, operation.args, out, converts):
-            reads = tuple((storages[id(each)], num_bytes_of(each)) for each in part.reads)
             written = part.writes
-            copied = (UNKNOWN_STORAGE, reads[0][1])
+            # An expanded gradient, as of a sum, is made whole by the change of its layout, or else by torch.
+            reads = tuple(
+                (storages[id(each)], num_bytes_of(each) if written is None else each.nbytes) for each in part.reads
+            )
+            copied = (UNKNOWN_STORAGE, part.reads[0].nbytes)
             writes = copied if written is None else (storages[id(written)], num_bytes_of(written))
             made = part.reads if written is None else [written]
             self._launch(operation, made, part.kind, part.flops, part.shape, Accesses(reads, (writes,)), part.name)

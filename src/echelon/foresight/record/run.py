@@ -28,6 +28,7 @@ from echelon._torch_private.tensors import real_tensors, recorded_tensors
 from echelon.backends.admission import taking_fake_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError
+from echelon.foresight.record.allocator_settings import AllocatorSettings, allocator_settings
 from echelon.foresight.record.calls import Answers, Calls
 from echelon.foresight.record.communication import RecordedGroup
 from echelon.foresight.record.compiling import not_compiled
@@ -427,8 +428,15 @@ class _Run:
             log.assumptions.of(
                 "each rank has a GPU of its own, though it names none: torch.cuda.set_device(LOCAL_RANK) does"
             )
-        trace = steps.trace(rank, len(self._request.hosts))
-        self.traces[rank] = replace(trace, first_gpu=self._first_gpu(rank, log))
+        # Now: programs set variables, too.
+        settings = AllocatorSettings() if self._request.gpu is None else allocator_settings(os.environ)
+        if settings.assumption:
+            log.assumptions.of(settings.assumption)
+        self.traces[rank] = replace(
+            steps.trace(rank, len(self._request.hosts)),
+            first_gpu=self._first_gpu(rank, log),
+            has_expandable_segments=settings.has_expandable_segments,
+        )
         if self._request.keeps_calls:
             self.answers[rank] = log.calls.of_all_steps()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.backends.memory import tensors_in
 from echelon.foresight.record.here import Traffic
-from echelon.foresight.record.operators import Operation
+from echelon.foresight.record.operators import FFTS, Operation, launches_of
 from echelon.foresight.trace import UNKNOWN_STORAGE
 
 _BY_OUTPUT = frozenset(
@@ -32,7 +32,7 @@ _BY_OUTPUT = frozenset(
 """Operators that read about as many bytes as they write, though an input is larger."""
 _EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
 """Operators that read the rows of a table that their indices name."""
-_ADDS = frozenset({"index_add_", "index_reduce_", "scatter_add_", "scatter_reduce_"})
+_ADDS = frozenset({"index_add_", "index_reduce_", "scatter_add_", "scatter_reduce_", "embedding_renorm_"})
 """Operators that change a part of their first argument and have read it. Others read it if they accumulate."""
 _ACCUMULATES = {"index_put_": 3, "_index_put_impl_": 3, "put_": 3}
 """Position of the argument `accumulate`."""
@@ -94,7 +94,9 @@ def accesses_of(
         reads[changed[0][0]] = writes[changed[0][0]]
     if name in _EMBEDDING_BAGS and (rows := _rows_of_bags(args)) < reads[inputs[0][0]]:
         reads[inputs[0][0]] = rows
-    return Accesses(tuple(reads.items()), tuple(writes.items()))
+    # Each dimension is transformed by a pass of its own.
+    passes = launches_of(operation.facts, args) if name in FFTS else 1
+    return Accesses(_times(passes, reads), _times(passes, writes))
 
 
 class _TouchedPart(NamedTuple):
@@ -136,6 +138,7 @@ _TOUCHES: Mapping[str, Callable[[Sequence[Any]], int]] = {
     **dict.fromkeys(("index_put_", "_index_put_impl_"), _at_positions),
     **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), lambda args: args[2].numel()),
     "put_": lambda args: args[1].numel(),
+    "embedding_renorm_": lambda args: args[0].shape[1] * args[1].numel(),
 }
 """Elements that an operator changes of its first argument."""
 
@@ -144,6 +147,11 @@ def _rows_of_bags(args: Sequence[Any]) -> int:
     """Returns the bytes of the rows that an operator of `_EMBEDDING_BAGS` reads."""
     table, indices = args[:2]
     return int(indices.numel() * table.shape[1] * table.element_size())
+
+
+def _times(passes: int, num_bytes: Mapping[int, int]) -> Traffic:
+    """Returns the bytes of several passes."""
+    return tuple((storage, passes * size) for storage, size in num_bytes.items())
 
 
 def _by_storage(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, int]:
