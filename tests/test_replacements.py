@@ -1,10 +1,12 @@
 """Attributes of modules and classes are replaced for a while, and are as before afterwards."""
 
+import importlib
+import sys
 import types
 
 import pytest
 
-from echelon.replacements import Replacement, calling, replaced
+from echelon.replacements import Replacement, calling, replaced, replaced_in
 
 
 class Base:
@@ -67,3 +69,18 @@ def test_an_attribute_that_may_be_missing_goes_again():
     with replaced([Replacement(Owner, "new", lambda value: value, may_be_missing=True)]):
         assert Owner.new is None
     assert not hasattr(Owner, "new")
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_library_may_be_imported_before_or_later(tmp_path, monkeypatch, is_early):
+    (tmp_path / "library_of_test.py").write_text("def call(): return 'before'")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "library_of_test", raising=False)
+    finders = list(sys.meta_path)
+    if is_early:
+        importlib.import_module("library_of_test")
+    with replaced_in("library_of_test", lambda module: [Replacement(module, "call", louder)]):
+        module = importlib.import_module("library_of_test")
+        assert module.call() == "before!"
+    assert module.call() == "before"
+    assert sys.meta_path == finders

@@ -93,6 +93,7 @@ PRIVATE_NAMES = (
     "torch.ops.aten.add.Tensor._schema.is_mutable",
     "torch.ops.aten.add.Tensor._schema.returns",
     "torch.optim.optimizer._foreach_supported_types",
+    "torch.optim.optimizer._get_capturable_supported_devices",
     "torch.optim.optimizer._get_foreach_kernels_supported_devices",
     "torch.overrides._get_current_function_mode_stack",
     "torch.overrides._pop_mode",

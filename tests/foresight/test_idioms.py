@@ -3,6 +3,7 @@
 import copy
 import functools
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -318,6 +319,23 @@ def marks_ranges():
 @pytest.mark.parametrize("program", [uses_older_names, asks_for_memory, marks_ranges])
 def test_names_of_cuda_work(program):
     assert foresee(program, 1).step_seconds > 0
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "RAdam", "RMSprop", "Adamax", "Adadelta", "ASGD", "Rprop"])
+def test_optimizers_may_be_capturable(name, foreach):
+    def program():
+        layer = nn.Linear(8, 8, device="cuda")
+        optimizer = getattr(torch.optim, name)(layer.parameters(), capturable=True, foreach=foreach)
+        for _ in range(2):
+            layer(torch.randn(2, 8, device="cuda")).sum().backward()
+            optimizer.step()
+
+    module = sys.modules[f"torch.optim.{name.lower()}"]
+    names = [each for each in vars(module) if "capturable" in each]
+    before = [vars(module)[each] for each in names]
+    assert any(each.phase == "optimizer" for each in foresee(program, 1).traces[0].entries if isinstance(each, Kernel))
+    assert [vars(module)[each] for each in names] == before
 
 
 def is_profiled():

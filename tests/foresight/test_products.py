@@ -272,6 +272,20 @@ def test_a_gradient_that_is_not_needed_has_no_kernel():
     assert [each.kind for each in kernels(seen) if each.name == "convolution_backward"] == ["matmul"]
 
 
+@pytest.mark.parametrize(
+    ("product", "shape"),
+    [
+        (lambda x: x.addmm_(x, x), (1, 64, 64, 64)),
+        (lambda x: x[None].baddbmm_(x[None], x[None]), (1, 64, 64, 64)),
+        (lambda x: x.addbmm_(x.expand(3, 64, 64), x.expand(3, 64, 64)), (1, 64, 64, 3 * 64)),
+    ],
+)
+def test_a_product_that_is_added_in_place_has_flops(product, shape):
+    seen = foresee(lambda: product(torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)), 1)
+    (found,) = (each for each in kernels(seen) if each.kind == "matmul")
+    assert (found.dtype, found.flops, found.shape) == ("bfloat16", 2 * math.prod(shape), shape)
+
+
 # Attention
 
 
@@ -318,6 +332,49 @@ def test_the_last_query_of_a_document_is_at_its_last_key(queries, keys, seen_key
     (kernel,) = (each for each in kernels(foresee(program, 1, gpu="h100")) if "varlen" in each.name)
     assert kernel.flops == 2 * 2 * 4 * 32 * 2 * queries * seen_keys
     assert kernel.shape == shape
+
+
+def inner_attention(name, lengths, heads, ends, **options):
+    """Calls one of torch's own operators below attention, as libraries do, whose heads come after the positions."""
+    query, key = (
+        torch.empty(*length, of_heads, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for length, of_heads in zip(lengths, heads, strict=True)
+    )
+    if ends:
+        ends = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ends]
+        longest = [int(each.diff().max()) for each in ends]
+    else:
+        ends, longest = [None, None], [length[-1] for length in lengths]
+    if name == "_flash_attention_forward":
+        given = (*ends, *longest, 0.0, options.get("is_causal", False), False)
+    else:
+        given = (None, *ends, *longest, 0.0, int(options.get("is_causal", False)), True)
+    getattr(torch.ops.aten, name)(query, key, key, *given)[0].sum().backward()
+
+
+@pytest.mark.parametrize("name", ["_flash_attention_forward", "_efficient_attention_forward"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_may_come_after_the_positions(name, is_causal):
+    def program():
+        inner_attention(name, [(2, 64), (2, 64)], (4, 4), None, is_causal=is_causal)
+
+    forward, backward = (each for each in kernels(foresee(program, 1)) if "attention" in each.name)
+    assert forward.kind == backward.kind == "attention"
+    assert forward.shape == backward.shape == (2, 4, 64, 64, 32)
+    assert forward.flops == 2 * 2 * 2 * 4 * 64 * 64 * 32 // (2 if is_causal else 1)
+    assert backward.flops == forward.flops * 5 // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), [("_flash_attention_forward", ()), ("_efficient_attention_forward", (1,))], ids=["flash", "eff"]
+)
+def test_documents_may_lie_one_after_another_there(name, before):
+    def program():
+        inner_attention(name, [(*before, 96), (*before, 192)], (4, 4), ([0, 32, 64, 96], [0, 64, 128, 192]))
+
+    forward, backward = (each for each in kernels(foresee(program, 1)) if "attention" in each.name)
+    assert forward.shape == backward.shape == (3, 4, 32, 64, 32)
+    assert forward.flops == 2 * 2 * 3 * 4 * 32 * 64 * 32
 
 
 def test_queries_that_share_a_key_are_taken_together():

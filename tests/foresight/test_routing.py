@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import M2M100Config, M2M100Model
+from transformers import LlamaConfig, LlamaForCausalLM, M2M100Config, M2M100Model
+from transformers.utils import import_utils
 
 from echelon import UnsupportedOp, foresee
 from echelon.foresight.record import routing
@@ -185,7 +186,9 @@ def test_layers_of_a_library_that_are_left_out_by_chance_stay():
     seen = foresee(program, 1, gpu="h100")
     # Layers of the encoder have one, those of the decoder two.
     assert [entry.kind for entry in seen.traces[0].entries if isinstance(entry, Kernel)].count("attention") == 2 + 2 * 2
-    assert [each.rpartition(" at ")[0] for each in seen.assumptions if " at " in each] == ["a random number is 0.5"]
+    found = [each.rpartition(" at ")[0] for each in seen.assumptions if " at " in each]
+    # The second one is of the decoder's mask, ones of float32.
+    assert found == ["a random number is 0.5", "a value of a tensor is true"]
 
 
 @pytest.mark.parametrize(
@@ -290,3 +293,37 @@ def test_too_many_values_are_refused(monkeypatch):
 
     with pytest.raises(UnsupportedOp, match="nonzero's result depends on the values of 11 fake elements"):
         recorded(program)
+
+
+def llama(mask, **options):
+    """Forward and backward of a small Llama, with a mask of ones or none."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).cuda().bfloat16()
+    model.config.use_cache = options.get("cache", True)
+    if options.get("recompute"):
+        model.gradient_checkpointing_enable()
+    ids = torch.randint(0, 64, (1, 32), device="cuda")
+    model(input_ids=ids, attention_mask=torch.ones_like(ids) if mask else None, labels=ids).loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [(False, {}), (True, {}), (False, {"cache": False}), (False, {"recompute": True}), (True, {"recompute": True})],
+)
+def test_a_mask_of_ones_is_left_out_as_in_a_run(mask, options):
+    before = import_utils.is_fake_tensor
+    seen = foresee(lambda: llama(mask, **options), 1)
+    attention = {each.name for each in seen.traces[0].entries if isinstance(each, Kernel) and each.kind == "attention"}
+    assert attention == {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
+    assert seen.assumptions == ("no optimizer has stepped: the whole program is one step",)
+    assert import_utils.is_fake_tensor is before
+
+
+def test_ones_of_the_shape_of_chosen_indices_follow_from_no_choice():
+    def program():
+        ids = torch.randint(0, 9, (4, 8), device="cuda")
+        assert torch.ones_like(ids).all()
+        assert (ids.new_zeros(3) + 1).sum().item() == 3
+
+    assert not recorded(program).assumptions

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -183,7 +185,7 @@ def ddp_of_sync_batch_norm() -> list[Replacement]:
 def optimizers_as_on_gpu() -> Iterator[None]:
     """Inside, optimizers and gradient clipping handle many parameters at once by default, as for tensors of a GPU.
 
-    torch asks private functions which devices and types of tensors can be handled so.
+    They also take `capturable=True`. torch asks private functions which devices and types of tensors can be handled so.
     """
     optimizers: Any = importlib.import_module("torch.optim.optimizer")  # no attribute of its package
     # A list of each module: of optimizers, and of gradient clipping. DTensor appends to them as it is imported.
@@ -191,15 +193,26 @@ def optimizers_as_on_gpu() -> Iterator[None]:
     for module in modules:
         module._foreach_supported_types.append(FakeTensor)
     try:
-        with replaced(Replacement(each, "_get_foreach_kernels_supported_devices", _and_cpu) for each in modules):
+        with replaced(
+            [
+                *(Replacement(each, "_get_foreach_kernels_supported_devices", _and_cpu) for each in modules),
+                *(Replacement(each, "_get_capturable_supported_devices", _and_cpu) for each in _with_capturable()),
+            ]
+        ):
             yield
     finally:
         for module in modules:
             module._foreach_supported_types.remove(FakeTensor)
 
 
-def _and_cpu(devices: Callable[[], list[str]]) -> Callable[[], list[str]]:
-    return lambda: [*devices(), "cpu"]
+def _with_capturable() -> list[ModuleType]:
+    """Returns the modules of optimizers that can be captured, which import the function by its name."""
+    optimizers = [each for name, each in list(sys.modules.items()) if name.startswith("torch.optim.")]
+    return [each for each in optimizers if "_get_capturable_supported_devices" in vars(each)]
+
+
+def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"]
 
 
 def clipping_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:

@@ -21,6 +21,8 @@ _IDEALS = {
     "other": "kernels but matmul and attention took no time: at best ",
 }
 """Forecasts for the longest kind of kernels."""
+_CHANNELS_FIRST = "native_group_norm"
+"""Operator whose results have channels first, so that its neighbours convert images in any layout."""
 _NO_CHANGE = 5e-4
 """Share of the step below which a change does not count."""
 
@@ -74,7 +76,10 @@ def _with_tf32(played: Played, traces: Mapping[int, Trace]) -> list[str]:
 
 
 def _with_channels_last(played: Played, traces: Mapping[int, Trace]) -> list[str]:
-    """Returns the forecast with images that need no other layout. Empty if none do."""
+    """Returns the forecast with images that need no other layout. Empty if none do, or some would need it again."""
+    entries = (each for trace in traces.values() for each in trace.entries)
+    if any(type(each) is Kernel and each.name == _CHANNELS_FIRST for each in entries):
+        return []
     change = "images had channels last, as by .to(memory_format=torch.channels_last) of model and batch"
     return _changed(change, played, traces, lambda each: None if each.name == CHANNELS_LAST else each)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from echelon._torch_private.modules import (
 from echelon._torch_private.tensors import (
     FakeTensor,
     default_device_of,
+    has_symbols,
     is_in_function_mode,
     move_fake,
     real_tensors,
@@ -43,8 +46,9 @@ from echelon.foresight.record.device import OnDevice, OnHost, attention, device_
 from echelon.foresight.record.fused import fused_as_on_gpu
 from echelon.foresight.record.gpu_names import Gpu, gpu_names, set_device
 from echelon.foresight.record.here import Recording, in_ranks, recording_here
+from echelon.foresight.record.norms import norms_as_on_gpu
 from echelon.foresight.record.placement import is_gpu
-from echelon.replacements import Replacement, replaced
+from echelon.replacements import Replacement, replaced, replaced_in
 
 
 @contextmanager
@@ -58,9 +62,10 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
     with ExitStack() as stack:
         if gpu is not None:
             stack.enter_context(replaced(_of_gpu(num_devices, gpu)))
-            for each in (optimizers_as_on_gpu, autocast_as_on_gpu, fused_as_on_gpu):
+            for each in (optimizers_as_on_gpu, autocast_as_on_gpu, fused_as_on_gpu, norms_as_on_gpu):
                 stack.enter_context(each())
         stack.enter_context(replaced(_of_fake_tensors(OnDevice if gpu is not None else OnHost)))
+        stack.enter_context(replaced_in("transformers.utils.import_utils", _untraced))
         yield
 
 
@@ -107,6 +112,24 @@ def _of_fake_tensors(mode: type[OnDevice | OnHost]) -> Iterator[Replacement]:
     yield Replacement(nn.Module, "_apply", in_ranks(_apply))
     yield Replacement(torch.UntypedStorage, "resize_", in_ranks(_resize))
     yield Replacement(torch.UntypedStorage, "data_ptr", in_ranks(_address))
+
+
+def _untraced(utils: ModuleType) -> Iterator[Replacement]:
+    """Yields replacements by which models of Hugging Face take recorded tensors for ordinary ones.
+
+    A fake tensor means a trace to them, which has to hold for all values. They would keep a mask of ones, and one of
+    the sequences in a row, for which attention takes a slower kernel.
+    """
+    name = "is_fake_tensor"
+    if (found := vars(utils).get(name)) is not None:  # older versions have none
+        # Other modules may have imported the function by its name.
+        modules = [each for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is found]
+        for each in dict.fromkeys((utils, *modules)):
+            yield Replacement(each, name, in_ranks(_is_of_trace))
+
+
+def _is_of_trace(_: Recording, is_fake: Callable[[object], bool], value: object) -> bool:
+    return has_symbols() and is_fake(value)
 
 
 def _constant(value: Any, _: object) -> Any:

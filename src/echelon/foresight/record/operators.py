@@ -129,7 +129,7 @@ def operator(func: Any) -> Operator:
     """Returns the facts of an operator of torch."""
     facts = facts_of(func)
     name = facts.name
-    shape = _SHAPES.get(name)
+    shape = _SHAPES.get(name.removesuffix("_"))  # in place, such as "addmm_", the arguments are the same
     takes_dtype = shape is not None and facts.overload in ("dtype", "dtype_out")
     flops = _ATTENTION.get(name) or _FLOPS.get(name) or flop_registry.get(func.overloadpacket)
     if takes_dtype:
@@ -282,29 +282,47 @@ def _first_of(name: str) -> int:
     return 1 if "backward" in name else 0
 
 
-def _attention_shape(name: str, args: Sequence[Any]) -> Shape:
+class _Sizes(NamedTuple):
+    """Sizes of attention. Of sequences that lie one after another, each is taken to be as long as the longest."""
+
+    batch: int
+    heads: int
+    heads_of_keys: int
+    queries: int
+    keys: int
+    width: int
+    width_of_values: int
+
+
+def _sizes(name: str, args: Sequence[Any]) -> _Sizes:
     first = _first_of(name)
-    query, key = args[first], args[first + 1]
-    if name in _VARLEN:
-        tokens, heads, width = query.shape
-        queries, keys = args[_VARLEN[name] : _VARLEN[name] + 2]
-        batch = max(1, tokens // max(1, queries))
+    query, key, value = args[first : first + 3]
+    widths = query.shape[-1], value.shape[-1]
+    if name in _LONGEST:
+        *_, length, heads, _ = query.shape
+        heads_of_keys, batch = key.shape[-2], query.shape[0]
+        queries, keys = length, key.shape[-3]
+        if query.ndim == 3 or args[_LONGEST[name] - 1] is not None:  # the places at which the sequences begin
+            queries, keys = args[_LONGEST[name] : _LONGEST[name] + 2]
+            batch = max(1, length // max(1, queries))
     else:
-        batch, heads, queries, width = query.shape
-        keys = key.shape[2]
+        batch, heads, queries, _ = query.shape
+        heads_of_keys, keys = key.shape[1:3]
+    return _Sizes(batch, heads, heads_of_keys, queries, keys, *widths)
+
+
+def _attention_shape(name: str, args: Sequence[Any]) -> Shape:
+    batch, heads, heads_of_keys, queries, keys, width, _ = _sizes(name, args)
     if queries == 1:  # flash attention takes the queries that share a key together
-        heads, queries = key.shape[1], max(1, heads // max(1, key.shape[1]))
+        heads, queries = heads_of_keys, max(1, heads // max(1, heads_of_keys))
     return batch, heads, queries, keys, width
 
 
 def _attention_flops(name: str, causal: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    first = _first_of(name)
-    query, key, value = args[first : first + 3]
-    batch, heads, queries, width = query.shape
-    products = 2 * batch * heads * queries * key.shape[2] * (width + value.shape[3])
-    flops = _with_backward(products, first)
+    batch, heads, _, queries, keys, width, width_of_values = _sizes(name, args)
+    flops = _with_backward(2 * batch * heads * queries * keys * (width + width_of_values), _first_of(name))
     is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
-    return flops // 2 if is_causal and queries == key.shape[2] else flops
+    return flops // 2 if is_causal and queries == keys else flops
 
 
 def _with_backward(products: int, is_backward: int) -> int:
@@ -320,7 +338,7 @@ def _varlen_flops(name: str, window: int, args: Sequence[Any], kwargs: Mapping[s
     first = _first_of(name)
     query, value = args[first], args[first + 2]
     tokens, heads, width = query.shape
-    queries, keys, *others = args[_VARLEN[name] :]
+    queries, keys, *others = args[_LONGEST[name] :]
     is_causal = others[0] if others else kwargs.get("is_causal", False)
     left, right = kwargs.get("window_size", args[window] if len(args) > window else None) or (-1, -1)
     right = 0 if is_causal else right
@@ -341,10 +359,25 @@ _CAUSAL = {
     "_scaled_dot_product_cudnn_attention_backward": 14,
     "_scaled_dot_product_flash_attention_for_cpu": 4,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "_flash_attention_forward": 8,
+    "_flash_attention_backward": 11,
+    "_efficient_attention_forward": 9,
+    "_efficient_attention_backward": 14,
 }
-"""Position of the argument `is_causal`."""
-_VARLEN = {"_varlen_attn": 5, "_varlen_attn_backward": 8}
-"""Position of the length of the longest sequence, which that of the keys follows, and then `is_causal`."""
+"""Position of the argument `is_causal`, or of a kind of mask that is 0 for none."""
+_LONGEST = {
+    "_varlen_attn": 5,
+    "_varlen_attn_backward": 8,
+    "_flash_attention_forward": 5,
+    "_flash_attention_backward": 8,
+    "_efficient_attention_forward": 6,
+    "_efficient_attention_backward": 8,
+}
+"""Operators whose heads come after the positions. Sequences of different lengths lie one after another.
+
+The number is the position of the length of the longest one, which that of the keys follows. It follows the places at
+which the sequences begin. In `varlen_attn`, `is_causal` is the next argument.
+"""
 _WINDOW = {"_varlen_attn": 9, "_varlen_attn_backward": 13}
 """Position of the argument `window_size`: keys before and after a query, -1 for all."""
 _ATTENTION: Mapping[str, Callable[..., int]] = {

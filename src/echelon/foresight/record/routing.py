@@ -304,6 +304,7 @@ class Routing:
         known = [self._values[id(each)] for each in inputs if id(each) in self._values]
         is_chosen = any(each.is_chosen for each in known)
         most = _MOST if is_chosen else _FEW
+        is_chosen &= func not in _FILLS  # they take the input's shape alone
         if draws_random_numbers(func) or any(each.numel() > most for each in results):
             return False
         try:
