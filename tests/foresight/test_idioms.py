@@ -113,6 +113,22 @@ def test_inference_mode_has_the_kernels_of_no_grad(gpu):
     assert sum(each.flops for each in kernels[1]) == 2 * 4 * 8 * 8 * 6
 
 
+@pytest.mark.parametrize("gpu", ["h100", "cpu"])
+def test_inference_mode_says_that_it_is_enabled(gpu):
+    def program():
+        seen = []
+        assert not torch.is_inference_mode_enabled()
+        with torch.inference_mode():
+            seen.append(torch.is_inference_mode_enabled())
+            with torch.inference_mode(False):
+                seen.append(torch.is_inference_mode_enabled())
+            seen.append(torch.is_inference_mode_enabled())
+            torch.ones(2).sum()
+        assert [*seen, torch.is_inference_mode_enabled()] == [True, False, True, False]
+
+    foresee(program, 1, gpu=gpu)
+
+
 def normalizes(wrapped):
     device = programs.begin()
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))

@@ -104,6 +104,7 @@ def _of_fake_tensors(mode: type[OnDevice | OnHost]) -> Iterator[Replacement]:
     yield Replacement(DataLoader, "__init__", in_ranks(_without_workers))
     yield Replacement(torch.inference_mode, "__enter__", in_ranks(_infer))
     yield Replacement(torch.inference_mode, "__exit__", in_ranks(_end_inference))
+    yield Replacement(torch, "is_inference_mode_enabled", in_ranks(_is_inferring))
     yield Replacement(nn.Module, "_apply", in_ranks(_apply))
     yield Replacement(torch.UntypedStorage, "resize_", in_ranks(_resize))
     yield Replacement(torch.UntypedStorage, "data_ptr", in_ranks(_address))
@@ -127,13 +128,21 @@ def _without_kernels(_: Recording, original: Callable[..., None], *args: Any, **
     original(*args, **{**kwargs, "use_cpu": True, "use_device": None, "use_cuda": False})
 
 
-def _infer(_: Recording, __: Callable[..., None], context: Any) -> None:
+def _infer(recording: Recording, __: Callable[..., None], context: Any) -> None:
     """Begins `torch.inference_mode` as `torch.no_grad`. In torch's own mode a recorder sees no products."""
     context.gradients = torch.set_grad_enabled(not context.mode)
+    context.was_inferring, recording.log.is_inferring = recording.log.is_inferring, context.mode
 
 
-def _end_inference(_: Recording, __: Callable[..., None], context: Any, *error: Any) -> None:
+def _end_inference(recording: Recording, __: Callable[..., None], context: Any, *error: Any) -> None:
+    recording.log.is_inferring = context.was_inferring
     context.gradients.__exit__(*error)
+
+
+def _is_inferring(recording: Recording, original: Callable[[], bool]) -> bool:
+    """Whether inference mode is enabled, as a program asks. torch and this package act by the mode of their tensors."""
+    # Frames between: this function and its wrapper.
+    return original() or (recording.log.is_inferring and asked_by_program(3))
 
 
 # Methods of torch that treat fake tensors on the CPU differently from tensors of a GPU
