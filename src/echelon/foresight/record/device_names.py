@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import CausalBias
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -76,6 +77,9 @@ def _of_gpu(num_devices: int, gpu: Gpu) -> Iterator[Replacement]:
     yield Replacement(DeviceMesh, "device_type", _type_said)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         yield Replacement(torch, name, in_ranks(_of_autocast))
+    yield Replacement(
+        torch.backends.cuda, "preferred_linalg_library", in_ranks(lambda _, original, *__, **___: original())
+    )
     yield Replacement(torch, "get_default_device", in_ranks(_default_device))
     for name in ("from_numpy", "frombuffer"):  # no function mode sees them
         yield Replacement(torch, name, in_ranks(_on_host))
@@ -102,6 +106,8 @@ def _of_fake_tensors(mode: type[OnDevice | OnHost]) -> Iterator[Replacement]:
     yield from objects_packed_by(in_ranks(_with_values))
     yield from batches_noted(_begin_batch)
     yield Replacement(DataLoader, "__init__", in_ranks(_without_workers))
+    # A tensor without values, of a class that no fake tensor can have.
+    yield Replacement(CausalBias, "__new__", in_ranks(_really_made))
     yield Replacement(torch.inference_mode, "__enter__", in_ranks(_infer))
     yield Replacement(torch.inference_mode, "__exit__", in_ranks(_end_inference))
     yield Replacement(torch, "is_inference_mode_enabled", in_ranks(_is_inferring))
@@ -126,6 +132,11 @@ def _begin_batch(size: int) -> None:
 def _without_kernels(_: Recording, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Makes a profiler of the host alone. torch would log an error for each operator, since it finds no GPU."""
     original(*args, **{**kwargs, "use_cpu": True, "use_device": None, "use_cuda": False})
+
+
+def _really_made(_: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with real_tensors():
+        return original(*args, **kwargs)
 
 
 def _infer(recording: Recording, __: Callable[..., None], context: Any) -> None:
