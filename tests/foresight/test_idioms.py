@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,6 +114,22 @@ def test_inference_mode_has_the_kernels_of_no_grad(gpu):
     kernels = [[each for each in seen.traces[0].entries if isinstance(each, Kernel)] for seen in found]
     assert [each.name for each in kernels[0]] == [each.name for each in kernels[1]]
     assert sum(each.flops for each in kernels[1]) == 2 * 4 * 8 * 8 * 6
+
+
+@pytest.mark.parametrize("gpu", ["h100", "cpu"])
+def test_inference_mode_says_that_it_is_enabled(gpu):
+    def program():
+        seen = []
+        assert not torch.is_inference_mode_enabled()
+        with torch.inference_mode():
+            seen.append(torch.is_inference_mode_enabled())
+            with torch.inference_mode(False):
+                seen.append(torch.is_inference_mode_enabled())
+            seen.append(torch.is_inference_mode_enabled())
+            torch.ones(2).sum()
+        assert [*seen, torch.is_inference_mode_enabled()] == [True, False, True, False]
+
+    foresee(program, 1, gpu=gpu)
 
 
 def normalizes(wrapped):
@@ -275,6 +293,33 @@ def test_flex_attention_counts_as_flash_attention(how):
     assert [each.partition(" at ")[0] for each in assumptions] == [*earlier, words]
 
 
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_a_causal_bias_is_causal_attention(bias):
+    def program(mask):
+        x = torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        options = {"attn_mask": bias(128, 128)} if mask else {"is_causal": True}
+        nn.functional.scaled_dot_product_attention(x, x, x, **options).sum().backward()
+
+    found, expected = (foresee(program, 1, (mask,)) for mask in (True, False))
+    assert found.traces[0].entries == expected.traces[0].entries
+
+
+@pytest.mark.parametrize("mask", [None, torch.bool])
+def test_attention_of_cudnn_is_a_kernel_like_flash_attention(mask):
+    def program():
+        x = torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        bias = None if mask is None else torch.ones(128, 128, device="cuda", dtype=mask)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            nn.functional.scaled_dot_product_attention(x, x, x, bias).sum().backward()
+
+    kernels = [each for each in foresee(program, 1).traces[0].entries if getattr(each, "kind", "") == "attention"]
+    product = 2 * 4 * 128 * 128 * 64
+    assert [(each.name, each.flops) for each in kernels] == [
+        ("_scaled_dot_product_cudnn_attention", 2 * product),
+        ("_scaled_dot_product_cudnn_attention_backward", 5 * product),
+    ]
+
+
 def clips():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10))).cuda()
     model(torch.randn(2, 8, device="cuda")).sum().backward()
@@ -316,7 +361,19 @@ def marks_ranges():
         steps(nn.Linear(8, 8).cuda(), torch.randn(2, 8, device="cuda"))
 
 
-@pytest.mark.parametrize("program", [uses_older_names, asks_for_memory, marks_ranges])
+def sets_up_its_device():
+    assert torch.cuda.get_allocator_backend() == torch.cuda.memory.get_allocator_backend() == "native"
+    torch.cuda.set_sync_debug_mode("warn")
+    assert torch.cuda.get_sync_debug_mode() == 0
+    torch.cuda.tunable.enable()
+    torch.backends.cuda.preferred_linalg_library("cusolver")
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        x = torch.randn(2, 8, device="cuda")
+    torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(1024))
+    steps(nn.Linear(8, 8).cuda(), x)
+
+
+@pytest.mark.parametrize("program", [uses_older_names, asks_for_memory, marks_ranges, sets_up_its_device])
 def test_names_of_cuda_work(program):
     assert foresee(program, 1).step_seconds > 0
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, default_device_of, known_value, real_tensors, set_known_value
@@ -362,12 +363,15 @@ def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes attention by the kernel that PyTorch chooses on a GPU: flash, memory-efficient, or matrix products."""
+    """Computes attention by the kernel that PyTorch chooses on a GPU: flash, memory-efficient, cuDNN's, or products."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = (given[each] for each in names[:3])
     mask, dropout = given.get("attn_mask"), given.get("dropout_p", 0.0)
     is_causal, scale = given.get("is_causal", False), given.get("scale")
+    if isinstance(mask, CausalBias):
+        # Kernels of a GPU know both forms, without a mask: it begins at the first key, or ends at the last one.
+        return attention(func, (), {**given, "attn_mask": None, "is_causal": True})
     if query.dim() != 4:
         return func(*args, **kwargs)
     if torch.is_autocast_enabled("cpu"):
@@ -390,6 +394,12 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keeps_sums = any(each.requires_grad for each in (query, key, value))
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, mask, keeps_sums, dropout, is_causal, scale=scale)[0]
+    # torch prefers matrix products to it.
+    if is_half and torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled():  # type: ignore[no-untyped-call]
+        if mask is not None:
+            mask = _bias(mask, query).expand(*query.shape[:-1], key.shape[-2])
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return cudnn(query, key, value, mask, True, dropout, is_causal, scale=scale)[0]
     return func(*args, **kwargs)
 
 

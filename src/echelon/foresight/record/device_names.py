@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import CausalBias
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -81,6 +82,9 @@ def _of_gpu(num_devices: int, gpu: Gpu) -> Iterator[Replacement]:
     yield Replacement(DeviceMesh, "device_type", _type_said)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         yield Replacement(torch, name, in_ranks(_of_autocast))
+    yield Replacement(
+        torch.backends.cuda, "preferred_linalg_library", in_ranks(lambda _, original, *__, **___: original())
+    )
     yield Replacement(torch, "get_default_device", in_ranks(_default_device))
     for name in ("from_numpy", "frombuffer"):  # no function mode sees them
         yield Replacement(torch, name, in_ranks(_on_host))
@@ -107,8 +111,11 @@ def _of_fake_tensors(mode: type[OnDevice | OnHost]) -> Iterator[Replacement]:
     yield from objects_packed_by(in_ranks(_with_values))
     yield from batches_noted(_begin_batch)
     yield Replacement(DataLoader, "__init__", in_ranks(_without_workers))
+    # A tensor without values, of a class that no fake tensor can have.
+    yield Replacement(CausalBias, "__new__", in_ranks(_really_made))
     yield Replacement(torch.inference_mode, "__enter__", in_ranks(_infer))
     yield Replacement(torch.inference_mode, "__exit__", in_ranks(_end_inference))
+    yield Replacement(torch, "is_inference_mode_enabled", in_ranks(_is_inferring))
     yield Replacement(nn.Module, "_apply", in_ranks(_apply))
     yield Replacement(torch.UntypedStorage, "resize_", in_ranks(_resize))
     yield Replacement(torch.UntypedStorage, "data_ptr", in_ranks(_address))
@@ -150,13 +157,26 @@ def _without_kernels(_: Recording, original: Callable[..., None], *args: Any, **
     original(*args, **{**kwargs, "use_cpu": True, "use_device": None, "use_cuda": False})
 
 
-def _infer(_: Recording, __: Callable[..., None], context: Any) -> None:
+def _really_made(_: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with real_tensors():
+        return original(*args, **kwargs)
+
+
+def _infer(recording: Recording, __: Callable[..., None], context: Any) -> None:
     """Begins `torch.inference_mode` as `torch.no_grad`. In torch's own mode a recorder sees no products."""
     context.gradients = torch.set_grad_enabled(not context.mode)
+    context.was_inferring, recording.log.is_inferring = recording.log.is_inferring, context.mode
 
 
-def _end_inference(_: Recording, __: Callable[..., None], context: Any, *error: Any) -> None:
+def _end_inference(recording: Recording, __: Callable[..., None], context: Any, *error: Any) -> None:
+    recording.log.is_inferring = context.was_inferring
     context.gradients.__exit__(*error)
+
+
+def _is_inferring(recording: Recording, original: Callable[[], bool]) -> bool:
+    """Whether inference mode is enabled, as a program asks. torch and this package act by the mode of their tensors."""
+    # Frames between: this function and its wrapper.
+    return original() or (recording.log.is_inferring and asked_by_program(3))
 
 
 # Methods of torch that treat fake tensors on the CPU differently from tensors of a GPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -42,7 +43,9 @@ def gpu_names(num_devices: int, gpu: Gpu) -> list[tuple[Any, dict[str, Any]]]:
         (torch.cuda, {**_STREAMS, **memory, **_device_names(num_devices, gpu), **_RANDOM, **_SENSORS, **_TYPES}),
         (torch.cuda, {"memory_snapshot": _SNAPSHOTS["memory_snapshot"], "CUDAGraph": _NoGraph}),
         (torch.cuda, {"cudart": _returning(_RUNTIME)}),
-        (torch.cuda.memory, {**memory, **_SNAPSHOTS}),
+        (torch.cuda, _ALLOCATOR),
+        (torch.cuda.memory, {**memory, **_SNAPSHOTS, **_ALLOCATOR}),
+        (torch.cuda.tunable, _TUNING),
         (torch.cuda.nvtx, dict.fromkeys(ranges, _nothing)),
         (torch.cuda.profiler, {"start": _nothing, "stop": _nothing}),
         # torch asks for it when it logs an error, and would raise another one.
@@ -76,6 +79,46 @@ _SNAPSHOTS: dict[str, Any] = {
     "_dump_snapshot": _nothing,
     "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},
     "memory_snapshot": lambda *_, **__: [],
+}
+
+
+class _MemPool:
+    """Replacement of `torch.cuda.MemPool`: the allocator's own pool has its tensors, too."""
+
+    id = (0, 1)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def use_count(self) -> int:
+        """Returns the number of users of the pool: itself."""
+        return 1
+
+    def snapshot(self, *_: object, **__: object) -> list[Any]:
+        """Returns the segments of the pool: none."""
+        return []
+
+
+def _allocate(*_: object, **__: object) -> int:
+    """Returns an address for memory that the program asks the allocator for by itself."""
+    if (recording := recording_here()) is not None:
+        recording.log.assume("memory of torch.cuda.caching_allocator_alloc is not counted")
+    return 0
+
+
+_ALLOCATOR: dict[str, Any] = {
+    "get_allocator_backend": _returning("native"),
+    "MemPool": _MemPool,
+    "use_mem_pool": lambda *_, **__: nullcontext(),
+    "caching_allocator_alloc": _allocate,
+    "caching_allocator_delete": _nothing,
+    "caching_allocator_enable": _nothing,
+    "get_per_process_memory_fraction": _returning(1.0),
+}
+_TUNING: dict[str, Any] = {
+    **dict.fromkeys(("enable", "tuning_enable", "record_untuned_enable"), _nothing),
+    **dict.fromkeys(("set_max_tuning_duration", "set_max_tuning_iterations", "set_filename"), _nothing),
+    **dict.fromkeys(("is_enabled", "tuning_is_enabled", "record_untuned_is_enabled"), _returning(False)),
 }
 _SENSORS = {name: _returning(0) for name in ("temperature", "power_draw", "clock_rate", "memory_usage")}
 _RUNTIME = SimpleNamespace(cudaProfilerStart=_returning(0), cudaProfilerStop=_returning(0))
@@ -206,6 +249,8 @@ def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
         "is_tf32_supported": _returning(True),
         "is_current_stream_capturing": _returning(False),
         "ipc_collect": _nothing,
+        "set_sync_debug_mode": _nothing,
+        "get_sync_debug_mode": _returning(0),
         "current_blas_handle": _returning(0),
         "utilization": _returning(0),
     }

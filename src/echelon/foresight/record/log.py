@@ -104,6 +104,8 @@ class Log:
         """Returns the module for whose parameters a backward communicates, -1 if it is not known; see `modules`."""
         self._compiled_depth = 0
         """Number of nested calls of compiled code."""
+        self.is_inferring = False
+        """Whether the program is inside of `torch.inference_mode`."""
         # Now: the program may change it.
         self._folder = os.path.join(os.getcwd(), "")
 
