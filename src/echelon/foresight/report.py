@@ -55,6 +55,11 @@ ACCURACY: Mapping[str, Accuracy] = {
 LAYOUTS = Accuracy(24, 0.044, 0.124, "rows with FSDP", 1.42, "of A100 in float16 with tensor parallelism and pipelines")
 """From benchmarks/foresee/layouts.md, for steps with more communication or waiting than those with FSDP have."""
 
+B200 = Accuracy(
+    10, 0.013, 0.184, "2 of its steps with tensor parallelism of 2", 0.2588, "of Llama 3 with tensor parallelism"
+)
+"""From benchmarks/foresee/blackwell.md: all published steps of this device."""
+
 _LEAST_OFFLOADED = 0.01
 """Share of the step from which on copies or work of the CPU make it unlike the published ones.
 
@@ -352,6 +357,8 @@ def not_modelled(played: Played) -> list[str]:
 
 def accuracy_of(played: Played) -> Accuracy | None:
     """Returns the errors of the published steps that are most like a step. None if its device has no such steps."""
+    if played.device.name == "b200":
+        return B200
     accuracy = ACCURACY.get(played.device.name)
     if accuracy is None:
         return None
@@ -413,7 +420,7 @@ def accuracy_text(played: Played) -> str:
         return "not compared with published runs on this device"
     reason = unlike(played, accuracy)
     unlike_all = f" This step is like none of them ({reason}): expect a larger error." if reason else ""
-    waiting = _most_waiting(played)
+    waiting = _most_waiting(played) if accuracy is LAYOUTS else ""
     why = f", as more than {_MOST_EXPOSED:.0%} of this step is {waiting}" if waiting else ""
     return (
         f"median error {accuracy.median:.1%} on {accuracy.num_rows} published steps {accuracy.programs} that were "
