@@ -44,7 +44,7 @@ def test_functions_have_other_names_for_some_arguments():
         ("simulate -n 2 --timeout 0 s.py", "--timeout 0.0: use a number of seconds above 0"),
         ("simulate -n 2 --order mpi s.py", "--order mpi: use one of shm, tcp"),
         ("foresee -n 99999 s.py", "-n 99999: a world has at most 65,536 ranks"),
-        ("foresee -n 2 --gpu b200 s.py", "--gpu b200: use one of a100, "),
+        ("foresee -n 2 --gpu b300 s.py", "--gpu b300: use one of a100, "),
         ("foresee -n 2 --network slow s.py", "--network slow: use one of 1GbE, "),
         ("foresee -n 2 --network slow --sweep {1,2} s.py", "--network slow: use one of 1GbE, "),
         ("foresee -n 4 --hosts 3 s.py", "--hosts 3: 4 ranks do not divide evenly: give a divisor, such as 2 or 4, or "),
