@@ -4,6 +4,8 @@ import os
 import platform
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -100,6 +102,27 @@ def test_a_lock_that_another_rank_holds_is_told_with_all_places(monkeypatch):
     )
     assert re.match(r"  rank \d waits for rank \d in barrier, #1 .*: group.barrier\(\)", second)
     assert threading.active_count() == before, "the lock is released when the other rank leaves"
+
+
+_PROFILED = """
+import sys, threading, echelon
+from echelon.simulation import watchdog
+watchdog.PATIENCE = 0.5
+try:
+    echelon.simulate(lambda group: threading.Event().wait(), 1)
+except echelon.DeadlockError:
+    pass
+sys.setprofile(lambda *_: None)
+(lambda: None)()
+sys.setprofile(None)
+print("ended")
+"""
+
+
+def test_a_profiler_goes_on_after_a_rank_that_sleeps_for_ever():
+    """In Python 3.11 each function under one waited for ever, as in `foresee(until=)`: an exception was pending."""
+    ended = subprocess.run([sys.executable, "-c", _PROFILED], capture_output=True, text=True, timeout=45)
+    assert ended.stdout == "ended\n", ended.stderr
 
 
 @pytest.mark.slow
