@@ -50,7 +50,7 @@ def test_messages(in_world):
 
 def behind_others(end):
     """Returns the values of tensors whose collectives nobody has waited for, when `end` has returned."""
-    reduced, gathered = ([torch.ones(300_000) for _ in range(10)], [torch.zeros(N, 300) for _ in range(10)])
+    reduced, gathered = [torch.ones(300_000) for _ in range(10)], [torch.zeros(N, 300) for _ in range(10)]
     for tensor, out in zip(reduced, gathered, strict=True):
         dist.all_gather(list(out.unbind()), torch.full((300,), 3.0), async_op=True)
         dist.all_reduce(tensor, async_op=True)
@@ -86,6 +86,26 @@ def test_on_simulated_ranks_they_do_so_too(end):
     assert simulate(rank, N).results == [({2.0}, {3.0})] * N
 
 
+def end_in_a_handler(group, path, handles):
+    """Returns a tensor and what a callback of its future made, after a group's end where an exception is handled."""
+    begin(group, path)
+    tensor, doubled = torch.ones(300_000), torch.zeros(300_000)
+    dist.all_reduce(tensor, async_op=True).get_future().then(lambda found: doubled.copy_(2 * found.value()[0]))
+    if handles:
+        try:
+            next(iter(()))
+        except StopIteration:  # the end of the data, say
+            dist.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+    return tensor.unique().tolist(), doubled.unique().tolist()
+
+
+@pytest.mark.parametrize("handles", [False, True])
+def test_the_end_of_a_group_comes_after_callbacks_wherever_it_is_called(pool, tmp_path, handles):
+    assert pool.run(end_in_a_handler, N, str(tmp_path / "store"), handles) == [([2.0], [4.0])] * N
+
+
 def unseen_failure(group, path):
     begin(group, path)
     dist.all_reduce(torch.ones(1 + group.rank), async_op=True)
@@ -115,8 +135,23 @@ def abandoned(group, path, ended):
     dist.destroy_process_group()
 
 
-def test_a_group_that_an_exception_ends_waits_for_nobody(pool, tmp_path):
+def test_a_group_that_an_exception_ends_does_not_wait_for_ever(pool, tmp_path):
     pool.run(abandoned, N, str(tmp_path / "store"), tmp_path / "ended", timeout=15.0)
+
+
+def aborted(group, path):
+    begin(group, path)
+    if group.rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+        dist.group.WORLD.abort()
+    else:
+        with pytest.raises(PeerFailed, match=r"rank 0 .*it has aborted"):
+            dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+
+def test_the_end_of_a_group_that_its_rank_has_aborted_raises_nothing(pool, tmp_path):
+    pool.run(aborted, N, str(tmp_path / "store"))
 
 
 def groups(rank):

@@ -41,7 +41,7 @@ def test_the_first_line_of_the_error_says_so(tmp_path):
 
 def test_the_parent_raises_it():
     worker = Worker.__new__(Worker)
-    worker._process = types.SimpleNamespace(join=lambda: None, exitcode=_UNGUARDED)
+    worker._process = types.SimpleNamespace(exitcode=_UNGUARDED)
     outcome = worker._death(0)
     assert outcome.failure.rank == 0
     with pytest.raises(LaunchError) as caught:

@@ -335,7 +335,7 @@ class CollectiveRunner:
             work: Work[Any] = self._backend.lanes.start(
                 partial(self._beside, attempt, record), str(record), self._context
             )
-        except Closed:
+        except BaseException:
             self.under_way.discard(record.sequence)
             raise
         work.overwrites(changes)

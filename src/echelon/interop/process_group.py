@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ from echelon._torch_private.modules import never_compiled
 from echelon.backends.admission import check_values
 from echelon.backends.memory import tensors_in
 from echelon.call_site import sharded_call
-from echelon.errors import UnsupportedOp
+from echelon.errors import EchelonError, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.interop.collectives import COLLECTIVES
 from echelon.interop.messages import MESSAGES
@@ -30,6 +31,8 @@ from echelon.interop.works import Coalesced, Runner
 
 _TorchGroup: Any = dist.ProcessGroup
 """Untyped: its stubs overload every method with forms that torch.distributed never calls."""
+_GRACE_SECONDS = 3.0
+"""Seconds that operations get to end when a group is destroyed while an exception is handled."""
 
 
 class DeviceBackend:
@@ -72,6 +75,7 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         """Echelon's group, which carries the CPU tensors."""
         self.runner = Runner(group)
         self._store = store
+        self._is_aborted = False
         # torch's C++ keeps names only for groups that have C++ backends.
         self._name = self._description = ""
         self._shown = group.name
@@ -126,20 +130,26 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Closes the group: finishes operations and pending sends, then frees connections that only this group uses.
 
-        While an exception is under way, as in a `finally`, operations are not waited for: other ranks may never join.
+        While an exception is handled, as in a `finally`, operations get 3 s to end: other ranks may never join them.
 
         Raises:
             EchelonError, Closed: as `ProcessGroup.close`; or an asynchronous operation failed, and nobody has asked for
                 its end.
         """
         try:
-            if sys.exception() is None:
+            if self._is_aborted:
+                pass  # which has ended all operations
+            elif sys.exception() is None:
                 self.runner.finish()
+            else:
+                with suppress(EchelonError):  # may be a consequence of the exception
+                    self.runner.finish(_GRACE_SECONDS)
         finally:
             self.group.close()
 
     def abort(self) -> None:
         """Aborts the group: every rank that waits for this one raises PeerFailed."""
+        self._is_aborted = True
         self.group.abort("it has aborted its torch.distributed group")
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:  # noqa: ARG002

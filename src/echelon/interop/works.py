@@ -25,7 +25,7 @@ from echelon._torch_private.distributed import fail_when_unwrapped, is_done
 from echelon._torch_private.modules import never_compiled
 from echelon.backends.work import Work
 from echelon.call_site import ddp_call
-from echelon.errors import Closed, UnsupportedOp
+from echelon.errors import UnsupportedOp, without_frames
 from echelon.group.group import ProcessGroup
 
 T = TypeVar("T")
@@ -299,9 +299,11 @@ class Runner:
         self.group = group
         self._thread = threading.local()
         self._orphans = Orphans()
-        self._under_way: dict[Outcome[list[Tensor]], None] = {}
-        """Futures of operations in the lane, in their order."""
-        self._failed: list[tuple[Outcome[list[Tensor]], BaseException]] = []
+        self._adding = threading.Lock()
+        self._jobs: deque[Work[None]] = deque()
+        """Ends of operations in the lane. Those that are done leave when another operation begins."""
+        self._failed: tuple[Outcome[list[Tensor]], BaseException] | None = None
+        """First operation that failed and whose end the program had not asked for. Later ones fail because of it."""
 
     def run(
         self,
@@ -324,20 +326,23 @@ class Runner:
                 return self._run(call, settle, options, is_behind_all)
         return self._run(call, settle, options, is_behind_all)
 
-    def finish(self) -> None:
-        """Blocks until all asynchronous operations have ended.
+    def finish(self, timeout: float = FOREVER) -> None:
+        """Blocks until all asynchronous operations have ended, and callbacks of their futures. Not in such a callback.
+
+        Args:
+            timeout: seconds for each. After one that is late, no other is waited for.
 
         Raises:
             EchelonError: an operation failed, and the program has never asked for its end.
         """
-        for outcome in list(self._under_way):
-            with suppress(Exception):  # those that the program does not know are raised below
-                outcome.wait()
-        failed, self._failed = self._failed, []
-        for outcome, error in failed:
-            # A group that was aborted has ended its own operations.
-            if not outcome.is_watched and not isinstance(error, Closed):
-                raise error
+        while not self._is_settling() and (left := self._under_way()):
+            with suppress(Exception):  # one that the program does not know is raised below
+                left[0].wait(timeout)
+            if not left[0].has_ended:
+                break
+        failed, self._failed = self._failed, None
+        if failed is not None and not failed[0].is_watched:
+            raise failed[1]
 
     def _run(
         self,
@@ -354,15 +359,18 @@ class Runner:
         if must_wait and is_at_end_of_backward() and not self._is_settling():
             return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
         # Fast path of a synchronous call. A callback in the lane queues instead, which keeps the order of the group.
-        if not is_async and not self._is_settling() and not (is_behind_all and self._under_way):
+        if not is_async and not self._is_settling() and not (is_behind_all and self._under_way()):
             return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
         running = cast("Work[T]", call(async_op=True, timeout=timeout))
         # Two jobs, since the Work must be complete before the future's callbacks run.
         end = f"the end of {running.description}"
         settled = self._queue(lambda: list(settle(running.result())), end)
         outcome: Outcome[list[Tensor]] = Outcome()
-        self._under_way[outcome] = None
         job = self._queue(lambda: self._complete(outcome, settled), end)
+        with self._adding:
+            while self._jobs and self._jobs[0].has_ended:
+                self._jobs.popleft()
+            self._jobs.append(job)
         # Who waits for one of them waits for the collective.
         settled.lateness = job.lateness = running.lateness
         outcome.is_driven_by(job)
@@ -372,6 +380,10 @@ class Runner:
         if not is_async:
             work.wait()
         return work
+
+    def _under_way(self) -> list[Work[None]]:
+        """Returns the ends of operations that have not ended."""
+        return [each for each in tuple(self._jobs) if not each.has_ended]
 
     def _queue(self, function: Callable[[], T], description: str) -> Work[T]:
         return self.group.backend.lanes.start(function, description, self.group.context)
@@ -385,9 +397,8 @@ class Runner:
             outcome.settle(work.result)
         finally:
             self._thread.settles = was_settling
-            if (error := work.exception()) is not None:
-                self._failed.append((outcome, error))
-            self._under_way.pop(outcome, None)
+            if (error := work.exception()) is not None and (self._failed is None or self._failed[0].is_watched):
+                self._failed = outcome, without_frames(error)
 
     def _is_settling(self) -> bool:
         """Whether a callback in the lane's thread is running. Jobs queued before it come before its own operations."""

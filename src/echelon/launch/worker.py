@@ -118,6 +118,7 @@ class Worker:
         self.is_fresh = True
         self.is_busy = False
         self.is_spent = False
+        self._is_reaped = False
 
     def submit(self, job: Job) -> None:
         """Sends `job`. If the worker is dead already, `outcome` returns its death."""
@@ -136,14 +137,15 @@ class Worker:
                 return outcome
         except (EOFError, OSError):
             dead = True
-        return self._death(rank) if dead else None
+        if not dead:
+            return None
+        self._exits_within(None)  # the connection may have ended just before
+        self._reap()
+        return self._death(rank)
 
     def is_dead(self) -> bool:
         """Whether the process has ended."""
-        # Not `select`, which takes no descriptor above 1,023.
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._exits_within(0)
 
     def dismiss(self) -> None:
         """Asks an idle worker to exit. Does not wait for it."""
@@ -151,21 +153,32 @@ class Worker:
             self.connection.send_bytes(_FAREWELL)
 
     def end(self, patience: float = 0.0) -> None:
-        """Waits up to `patience` seconds for the process to exit, kills it, and what it started. May be called once."""
+        """Waits up to `patience` seconds for the process to exit, then kills it and its children. To be called once."""
+        self._exits_within(patience)
+        self._reap()
+        self._process.close()
+        self.connection.close()
+        os.close(self.pidfd)
+
+    def _exits_within(self, seconds: float | None) -> bool:
+        """Blocks until the process has ended. False if `seconds` pass first. None: for ever."""
+        # Not `select`, which takes no descriptor above 1,023.
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
-        poll.poll(1000 * patience)
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
+    def _reap(self) -> None:
+        """Kills the process and its children, and takes its exit status."""
+        if self._is_reaped:
+            return
+        self._is_reaped = True
         # Before `join`, after which another process may get the number. A worker that still imports leads no group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
-        self._process.close()
-        self.connection.close()
-        os.close(self.pidfd)
 
     def _death(self, rank: int) -> Outcome:
-        self._process.join()
         code = self._process.exitcode or 0
         failure = RankFailure(
             rank=rank,
