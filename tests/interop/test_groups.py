@@ -146,7 +146,8 @@ def aborted(group, path):
         dist.group.WORLD.abort()
     else:
         with pytest.raises(PeerFailed, match=r"rank 0 .*it has aborted"):
-            dist.all_reduce(torch.ones(1))
+            for _ in range(2):  # the first may still find rank 0
+                dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
 
 
