@@ -282,7 +282,7 @@ def _first_of(name: str) -> int:
     return 1 if "backward" in name else 0
 
 
-class _Sizes(NamedTuple):
+class SizesOfAttention(NamedTuple):
     """Sizes of attention. Of sequences that lie one after another, each is taken to be as long as the longest."""
 
     batch: int
@@ -294,7 +294,8 @@ class _Sizes(NamedTuple):
     width_of_values: int
 
 
-def _sizes(name: str, args: Sequence[Any]) -> _Sizes:
+def sizes_of_attention(name: str, args: Sequence[Any]) -> SizesOfAttention:
+    """Returns the sizes of attention by the arguments of its operator."""
     first = _first_of(name)
     query, key, value = args[first : first + 3]
     widths = query.shape[-1], value.shape[-1]
@@ -308,18 +309,18 @@ def _sizes(name: str, args: Sequence[Any]) -> _Sizes:
     else:
         batch, heads, queries, _ = query.shape
         heads_of_keys, keys = key.shape[1:3]
-    return _Sizes(batch, heads, heads_of_keys, queries, keys, *widths)
+    return SizesOfAttention(batch, heads, heads_of_keys, queries, keys, *widths)
 
 
 def _attention_shape(name: str, args: Sequence[Any]) -> Shape:
-    batch, heads, heads_of_keys, queries, keys, width, _ = _sizes(name, args)
+    batch, heads, heads_of_keys, queries, keys, width, _ = sizes_of_attention(name, args)
     if queries == 1:  # flash attention takes the queries that share a key together
         heads, queries = heads_of_keys, max(1, heads // max(1, heads_of_keys))
     return batch, heads, queries, keys, width
 
 
 def _attention_flops(name: str, causal: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    batch, heads, _, queries, keys, width, width_of_values = _sizes(name, args)
+    batch, heads, _, queries, keys, width, width_of_values = sizes_of_attention(name, args)
     flops = _with_backward(2 * batch * heads * queries * keys * (width + width_of_values), _first_of(name))
     is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
     return flops // 2 if is_causal and queries == keys else flops

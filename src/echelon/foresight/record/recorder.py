@@ -53,6 +53,7 @@ from echelon.foresight.record.operators import (
 from echelon.foresight.record.placement import GPU, Where
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.record.traffic import Accesses, accesses_of, num_bytes_of
+from echelon.foresight.record.workspaces import HAS_WORKSPACE, workspaces
 from echelon.foresight.trace import CONVOLUTIONS, TF32, UNKNOWN_STORAGE, HostWait, Kind
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
@@ -300,9 +301,13 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             if facts.name == "_grouped_mm":
                 return self._grouped(func, args, kwargs)
             out = self._results.run(func, args, kwargs)
-            return self._by_onednn(operation, out, on_host, held) if facts.name in HAS_SCRATCH else out
         except NO_FAKE_RESULT:
             raise self._unknown(facts.name) from None
+        if facts.name in HAS_SCRATCH:
+            return self._by_onednn(operation, out, on_host, held)
+        if facts.name in HAS_WORKSPACE and not on_host:
+            self._hold(operation, out, held)
+        return out
 
     def _note(self, operation: Operation, before: Sequence[int], out: Any, where: Where, move: Move | None) -> None:
         """Writes an operator into the log, and notes the device of its results; see `_enter`."""
@@ -330,6 +335,15 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             with without_functions():
                 self.memory.number(held[0])
         return with_workspace(out, args) if name == "mkldnn_rnn_layer" else out
+
+    def _hold(self, operation: Operation, out: Any, held: list[Tensor]) -> None:
+        """Holds the workspaces of an operator on a GPU, which it allocates after its results."""
+        with without_functions():
+            for each in tensors_in((out,)):
+                self.memory.number(each)
+            for num_bytes in workspaces(operation.facts.name, operation.args):
+                held.append(operation.inputs[0].new_empty(num_bytes, dtype=torch.uint8))
+                self.memory.number(held[-1])
 
     def _grouped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Makes the result of a grouped product. torch's fake one takes bfloat16 alone, its kernels all floats."""
