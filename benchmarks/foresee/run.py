@@ -29,9 +29,10 @@ from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.play.fusion import fuse
 from echelon.foresight.play.played import Played
 from echelon.foresight.play.player import play
-from echelon.foresight.trace import Allocate, Free, Kernel, Trace
+from echelon.foresight.trace import Allocate, Entry, Free, Kernel, Trace
 
 GIB = 1 << 30
+_LOSS = ("_log_softmax", "nll_loss")
 
 
 class Prediction(NamedTuple):
@@ -44,9 +45,13 @@ class Prediction(NamedTuple):
 
 
 def compiled(trace: Trace) -> Trace:
-    """Returns a trace of which all kernels are compiled."""
-    entries = (entry._replace(is_compiled=True) if type(entry) is Kernel else entry for entry in trace.entries)
-    return replace(trace, entries=tuple(entries))
+    """Returns a trace of which all kernels are compiled, except those of the loss, which is outside of the model."""
+    return replace(trace, entries=tuple(map(_compiled, trace.entries)))
+
+
+def _compiled(entry: Entry) -> Entry:
+    is_in_model = type(entry) is Kernel and not entry.name.startswith(_LOSS)
+    return entry._replace(is_compiled=True) if is_in_model else entry  # type: ignore[union-attr]
 
 
 class Study:

@@ -48,6 +48,13 @@ def test_optimizers_and_copies_of_fsdp_stay():
     assert len(kernels(step)) == 4
 
 
+def test_a_compiled_loss_is_a_part_of_its_run():
+    step = Step().allocate(10, 100).kernel(1, name="_log_softmax", reads=((1, 50),), writes=((10, 100),))
+    step.kernel(1, name="nll_loss_forward", reads=((10, 1),), writes=((11, 1),)).free(10)
+    (fused,) = kernels(step)
+    assert (fused.reads, fused.writes) == (((1, 50),), ((11, 1),))
+
+
 def test_kernels_that_are_not_compiled_stay():
     step = Step().kernel(1).kernel(1, is_compiled=False).kernel(1, is_compiled=False).kernel(1)
     assert [each.name for each in kernels(step)] == ["add"] * 4

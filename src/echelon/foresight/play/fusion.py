@@ -29,9 +29,6 @@ NOT_FUSED = (
     "index_put",
     "multinomial",
     "randint",
-    # The loss is called outside of the compiled model.
-    "_log_softmax",
-    "nll_loss",
 )
 """Prefixes of the names of operators that stay as they are."""
 
