@@ -456,7 +456,8 @@ def test_command_that_sigterm_ends_leaves_no_folder(tmp_path):
         assert list(for_scratch.glob("echelon-foresee-*"))
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate()
-    assert (process.returncode, errors) == (143, "echelon: ended by SIGTERM\n")
+    # On a busy machine a line says how long it has taken so far.
+    assert (process.returncode, errors.splitlines()[-1]) == (143, "echelon: ended by SIGTERM")
     assert not list(for_scratch.iterdir())
 
 
