@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.export import ExportedProgram
+from torch.nested._internal.nested_int import NestedIntNode
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -102,7 +104,29 @@ def fake_tensors() -> AbstractContextManager[object]:
 
 def recorded_tensors() -> AbstractContextManager[object]:
     """Returns a context like `fake_tensors`, in which tensors with data may be mixed with fake ones."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _RecordedMode(allow_non_fake_inputs=True)
+
+
+class _RecordedMode(FakeTensorMode):
+    """Mode of fake tensors in which the ragged size of nested ones is no symbol, as outside of torch.compile."""
+
+    _raggeds = itertools.count(1 << 32)
+    """Numbers of ragged sizes. torch counts those of real nested tensors from 0 on."""
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> torch.SymInt:
+        """Returns a ragged size, which tensors with the same offsets share."""
+        number = next(self._raggeds) if nt_tensor_id is None else nt_tensor_id
+        return torch.SymInt(NestedIntNode(number, 1))
+
+
+def longest_of(nested: torch.Tensor) -> int:
+    """Returns the length of the longest sequence of a nested tensor. torch has no public way."""
+    return int(nested._get_max_seqlen())  # type: ignore[attr-defined] # of NestedTensor
+
+
+def shortest_of(nested: torch.Tensor) -> int:
+    """Returns the length of the shortest sequence of a nested tensor."""
+    return int(nested._get_min_seqlen())  # type: ignore[attr-defined] # of NestedTensor
 
 
 @contextmanager
@@ -188,6 +212,8 @@ class OperatorFacts(NamedTuple):
     writes: tuple[int | str, ...]
     """Arguments that it changes: their positions, or names of arguments that have to be named."""
     may_return_view: bool
+    is_composite: bool
+    """Whether torch computes it by other operators, on every device and for autograd."""
 
 
 def facts_of(operator: Any) -> OperatorFacts:
@@ -200,7 +226,8 @@ def facts_of(operator: Any) -> OperatorFacts:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     may_return_view = any(each.alias_info is not None for each in schema.returns)
-    return OperatorFacts(namespace, name, schema.overload_name, writes, may_return_view)
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    return OperatorFacts(namespace, name, schema.overload_name, writes, may_return_view, is_composite)
 
 
 def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from echelon._torch_private.tensors import FakeTensor, default_device_of, known_value, real_tensors, set_known_value
 from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.nested import attention_of_nested
 from echelon.foresight.record.placement import FACTORIES, HOST, MOVES, is_gpu, is_host
 from echelon.foresight.record.recurrent import GATES, pack_padded, pad_packed, recurrent, with_batch_sizes
 from echelon.foresight.trace import HostWait
@@ -372,7 +373,9 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(mask, CausalBias):
         # Kernels of a GPU know both forms, without a mask: it begins at the first key, or ends at the last one.
         return attention(func, (), {**given, "attn_mask": None, "is_causal": True})
-    if query.dim() != 4:
+    if query.is_nested and mask is None and query.dim() == 4:
+        return attention_of_nested(query, key, value, dropout, is_causal, scale)
+    if query.is_nested or query.dim() != 4:
         return func(*args, **kwargs)
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")

@@ -95,6 +95,8 @@ class Operator(NamedTuple):
     writes: tuple[int | str, ...]
     """Arguments that it changes, by position or name."""
     may_return_view: bool
+    is_composite: bool
+    """Whether torch computes it by other operators. Only tensors with tensors inside, such as nested ones, call it."""
     is_foreach: bool
     takes_dtype: bool
     """Whether it is told the type of its result, as in `torch.mm(a, b, out_dtype=...)`."""
@@ -142,6 +144,7 @@ def operator(func: Any) -> Operator:
         kind=kind,
         writes=facts.writes,
         may_return_view=facts.may_return_view,
+        is_composite=facts.is_composite,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         takes_dtype=takes_dtype,
         flops=flops,

@@ -138,11 +138,15 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("device") in _NUMBERED:
             kwargs = {**kwargs, "device": _CPU}
         inputs = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
-        operation = Operation(func, operator(func), inputs, args, kwargs)
+        facts = operator(func)
+        if facts.is_composite and facts.role != "collective":
+            with self:  # a mode is off while it handles an operator
+                return func.decompose(*args, **kwargs)
+        operation = Operation(func, facts, inputs, args, kwargs)
         if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(operation):
             with real_tensors():
                 return func(*args, **kwargs)
-        match operation.facts.role:
+        match facts.role:
             case "view":
                 return self._viewed(operation)
             case "allocation":
@@ -150,10 +154,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             case "kernel":
                 return self._kernel(operation)
             case "collective":
-                name = operation.facts.name
-                return functional_collective(self._recording, self._results, func, name, inputs, args, kwargs)
+                return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
             case "read":
-                return self._read(operation.facts, args)
+                return self._read(facts, args)
 
     def _in_place(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Returns the form in place of an operator that autograd would apply in place without a mode."""
