@@ -62,6 +62,7 @@ PRIVATE_NAMES = (
     "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
     "torch._subclasses.fake_tensor.UnsupportedOperatorException",
     "torch._tensor_str.PRINT_OPTS",
     "torch.autograd.Function._backward_cls._forward_cls",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.export import ExportedProgram
@@ -199,6 +202,24 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 NO_FAKE_RESULT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Errors of an operator whose result FakeTensorMode cannot tell without values."""
+_NO_DATA = (
+    "The tensor has a non-zero number of elements, but its data is not allocated yet",
+    "Cannot access data pointer of",
+    "Not available for 'meta' device type",
+)
+"""Beginnings of errors of code in C++ that reads a tensor without data. They have no type of their own."""
+_SUBCLASSES = os.path.join("torch", "_subclasses", "")
+"""Folder of torch with the code of fake tensors."""
+
+
+def is_of_fake_tensors(error: BaseException) -> bool:
+    """Whether an error arises because tensors are fake, so that no run with data has it."""
+    if isinstance(error, (*NO_FAKE_RESULT, UnsupportedFakeTensorException)):
+        return True
+    if isinstance(error, AssertionError | AttributeError):  # an assumption of torch's own code fails
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return bool(frames) and _SUBCLASSES in frames[-1].f_code.co_filename
+    return isinstance(error, RuntimeError) and str(error).startswith(_NO_DATA)
 
 
 class OperatorFacts(NamedTuple):

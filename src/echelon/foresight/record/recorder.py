@@ -51,6 +51,7 @@ from echelon.foresight.record.operators import (
     operator,
 )
 from echelon.foresight.record.placement import GPU, Where
+from echelon.foresight.record.refusals import unknown_result
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.record.traffic import Accesses, accesses_of, num_bytes_of
 from echelon.foresight.record.workspaces import HAS_WORKSPACE, workspaces
@@ -205,10 +206,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return number in self.memory.on_host or (tensor.ndim == 0 and is_in_backward())
 
     def _unknown(self, name: str) -> UnsupportedOp:
-        return UnsupportedOp(
-            f"{name} at {self.log.line()}: torch cannot tell its result without values of tensors, which a recorded "
-            "program does not have: foresee the program without it, or run it by echelon simulate"
-        )
+        return unknown_result(name, self.log.line())
 
     def _read(self, facts: Operator, args: Sequence[Any]) -> object:
         """Returns the value of a tensor if it is known, else an assumed one: finite, 1, or true."""
