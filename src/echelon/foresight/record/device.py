@@ -374,8 +374,8 @@ def _kept(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
 
 def _applied(func: Any, _: tuple[Any, ...], __: dict[str, Any]) -> Any:
     """Refuses a function of Python for each element: torch would call it for memory that is not there."""
-    assert (recording := recording_here()) is not None
-    raise unknown_result(func.__name__, recording.log.line())
+    recording = recording_here()
+    raise unknown_result(func.__name__, "an unknown line" if recording is None else recording.log.line())
 
 
 def _with_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:

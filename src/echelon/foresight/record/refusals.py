@@ -31,7 +31,7 @@ def unknown_result(name: str, line: str) -> UnsupportedOp:
 
 
 def refused(error: BaseException) -> BaseException:
-    """Returns the refusal that an error of fake tensors stands for, with that error as its cause. Others are unchanged."""
+    """Returns the refusal for an error of fake tensors, which becomes its cause. Other errors are returned."""
     if not is_of_fake_tensors(error):
         return error
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -46,7 +46,7 @@ def refused(error: BaseException) -> BaseException:
 
 
 def _called(frames: list[FrameType]) -> str:
-    """Returns the name of the function that a line of the program has called, from its frames outside of the program."""
+    """Returns the name of the function that a line of the program has called, by the frames of the call."""
     for frame in frames:
         if not is_own(frame.f_code.co_filename):
             return frame.f_code.co_name

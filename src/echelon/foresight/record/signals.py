@@ -16,7 +16,7 @@ from echelon.foresight.record.here import recording_here
 from echelon.foresight.trace import HostWait
 
 
-def inverse_transform(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def inverse_transform(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Computes `torch.istft`, of a spectrum of the shape (..., frequencies, frames)."""
     names = ("input", "n_fft", "hop_length", "win_length", "window", "center", "normalized", "onesided", "length")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
