@@ -110,7 +110,7 @@ def recorded_tensors() -> AbstractContextManager[object]:
     return _RecordedMode(allow_non_fake_inputs=True)
 
 
-class _RecordedMode(FakeTensorMode):
+class _RecordedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Mode of fake tensors in which the ragged size of nested ones is no symbol, as outside of torch.compile."""
 
     _raggeds = itertools.count(1 << 32)
@@ -119,7 +119,7 @@ class _RecordedMode(FakeTensorMode):
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> torch.SymInt:
         """Returns a ragged size, which tensors with the same offsets share."""
         number = next(self._raggeds) if nt_tensor_id is None else nt_tensor_id
-        return torch.SymInt(NestedIntNode(number, 1))
+        return torch.SymInt(NestedIntNode(number, 1))  # type: ignore[no-untyped-call]
 
 
 def longest_of(nested: torch.Tensor) -> int:

@@ -21,12 +21,15 @@ def attention_of_nested(
 ) -> Tensor:
     """Computes attention inside of each sequence of nested tensors, of the shape (sequences, heads, length, width)."""
     packed = [each.transpose(1, _HEADS).values() for each in (query, key, value)]  # (positions, heads, width)
-    begins = [each.offsets().to(torch.int32) for each in (query, key)]
+    offsets = [each.offsets() for each in (query, key)]  # type: ignore[attr-defined] # of nested tensors
+    begins = [each.to(torch.int32) for each in offsets]
     longest = [longest_of(each) for each in (query, key)]
     attends = _flash if query.dtype in _HALF else _efficient
     out = attends(packed, begins, longest, dropout, is_causal, scale)
-    bounds = {"min_seqlen": shortest_of(query), "max_seqlen": longest[0]}
-    return torch.nested.nested_tensor_from_jagged(out, query.offsets(), **bounds).transpose(1, _HEADS)
+    joined = torch.nested.nested_tensor_from_jagged(
+        out, offsets[0], min_seqlen=shortest_of(query), max_seqlen=longest[0]
+    )
+    return joined.transpose(1, _HEADS)
 
 
 def _flash(

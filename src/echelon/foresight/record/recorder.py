@@ -50,7 +50,7 @@ from echelon.foresight.record.operators import (
     launches_of,
     operator,
 )
-from echelon.foresight.record.placement import GPU, Where
+from echelon.foresight.record.placement import GPU, Host, Where
 from echelon.foresight.record.refusals import unknown_result
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.record.traffic import Accesses, accesses_of, num_bytes_of
@@ -188,7 +188,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if where is None or where == GPU:
             self.memory.number(out)
         else:
-            with self.memory.on_the_host(where):
+            with self.memory.on_the_host(where.place):
                 self.memory.number(out)
         return out
 
@@ -289,11 +289,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def _device_of(self, facts: Operator, inputs: Sequence[Tensor], before: Sequence[int]) -> tuple[Where, Move | None]:
         """Returns the device of an operator's results, and the move for which it clones a tensor."""
         if self._placement is None or not before:
-            return self.memory.making, None
+            return None if self.memory.making is None else Host(self.memory.making), None
         move = self._placement.copies.move if facts.name == "clone" else None
         if move is None:
             return self._placement.of_results(facts.name, inputs, before), None
-        return GPU if move.place is None else move.place, move
+        return GPU if move.place is None else Host(move.place), move
 
     def _result(self, operation: Operation, on_host: bool, held: list[Tensor]) -> Any:
         """Makes the results of an operator, and holds memory that it has for the time of computing."""
@@ -315,7 +315,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         facts, placement = operation.facts, self._placement
         if facts.name in KEEPS_TERMS:
             _keep_terms(out, operation.args)
-        with nullcontext() if where is None or where == GPU else self.memory.on_the_host(where):
+        with nullcontext() if where is None or where == GPU else self.memory.on_the_host(where.place):
             self._enter(operation, before, out, where, move)
         if placement is not None and before:
             placement.resulted(tensors_in((out,)), before, where)

@@ -49,9 +49,10 @@ def inverse_transform(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
 def _inverse(frames: Tensor, size: int, given: dict[str, Any]) -> Tensor:
     norm = "ortho" if given.get("normalized") else "backward"
-    if given.get("return_complex"):
-        return torch.fft.ifft(frames, size, norm=norm)
-    return torch.fft.irfft(frames[..., : size // 2 + 1], size, norm=norm)
+    frames = frames if given.get("return_complex") else frames[..., : size // 2 + 1]
+    transform = torch.fft.ifft if given.get("return_complex") else torch.fft.irfft
+    out: Tensor = transform(frames, size, norm=norm)
+    return out
 
 
 def _overlapped(parts: Tensor, length: int, hop: int) -> Tensor:
