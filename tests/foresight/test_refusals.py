@@ -52,6 +52,31 @@ def test_an_error_of_code_that_reads_fake_tensors_is_the_cause():
     assert any(each.name == "reads_a_storage" for each in caught.traceback)  # the frames of the program are kept
 
 
+class Named(torch.Tensor):
+    """Class of tensors that a program makes of ordinary ones."""
+
+
+def names_a_tensor():
+    on_gpu(3).as_subclass(Named)
+
+
+def test_tensors_of_a_class_of_the_program_are_refused_at_their_line():
+    with pytest.raises(UnsupportedOp, match=r"^an operation at .*test_refusals\.py:\d+: torch cannot tell its result"):
+        foresee(names_a_tensor, 1)
+
+
+def calls_an_operator():
+    doubled = torch.library.custom_op(
+        "echelon_test::doubled", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    doubled(on_gpu(3))
+
+
+def test_an_operator_without_a_fake_implementation_is_refused_at_its_line():
+    with pytest.raises(UnsupportedOp, match=r"^an operator at .*test_refusals\.py:\d+ has no fake implementation"):
+        foresee(calls_an_operator, 1)
+
+
 def multiplies_wrongly():
     on_gpu(2, 3) @ on_gpu(2, 3)
 

@@ -206,8 +206,11 @@ _NO_DATA = (
     "The tensor has a non-zero number of elements, but its data is not allocated yet",
     "Cannot access data pointer of",
     "Not available for 'meta' device type",
+    "Creating a new Tensor subclass",
 )
-"""Beginnings of errors of code in C++ that reads a tensor without data. They have no type of their own."""
+"""Beginnings of errors of code in C++ that takes no tensor without data. They have no type of their own."""
+_NO_IMPLEMENTATION = "There was no fake impl registered"
+"""Beginning of the error of an operator of the program that has no function for fake tensors."""
 _SUBCLASSES = os.path.join("torch", "_subclasses", "")
 """Folder of torch with the code of fake tensors."""
 
@@ -219,7 +222,12 @@ def is_of_fake_tensors(error: BaseException) -> bool:
     if isinstance(error, AssertionError | AttributeError):  # an assumption of torch's own code fails
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         return bool(frames) and _SUBCLASSES in frames[-1].f_code.co_filename
-    return isinstance(error, RuntimeError) and str(error).startswith(_NO_DATA)
+    return isinstance(error, RuntimeError) and str(error).startswith((*_NO_DATA, _NO_IMPLEMENTATION))
+
+
+def lacks_implementation(error: BaseException) -> bool:
+    """Whether an error is that of an operator of the program that has no function for fake tensors."""
+    return isinstance(error, RuntimeError) and str(error).startswith(_NO_IMPLEMENTATION)
 
 
 class OperatorFacts(NamedTuple):

@@ -1,7 +1,7 @@
 """Refusals of operations whose results depend on values, which fake tensors do not have.
 
 The recorder refuses an operator that it sees. Code in C++ that reads a tensor by itself, or torch's own code of fake
-tensors, raises an error that says nothing of the program. Such an error is told by its operation and line.
+tensors, raises an error that says nothing of the program. Such an error becomes a refusal with the operation and its line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon._torch_private.tensors import FakeTensor, is_of_fake_tensors
+from echelon._torch_private.tensors import FakeTensor, is_of_fake_tensors, lacks_implementation
 from echelon.call_site import is_foreign, is_own, shortened
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.here import Recording, in_ranks
@@ -39,8 +39,14 @@ def refused(error: BaseException) -> BaseException:
     if not of_program:
         return error
     frame, line = frames[of_program[-1]]
-    name = _called([inner for inner, _ in frames[of_program[-1] + 1 :]])
-    found = unknown_result(name, shortened(f"{frame.f_code.co_filename}:{line}"))
+    place = shortened(f"{frame.f_code.co_filename}:{line}")
+    if lacks_implementation(error):
+        found = UnsupportedOp(
+            f"an operator at {place} has no fake implementation, which says the shape of its result: register one by "
+            "torch.library.register_fake"
+        )
+    else:
+        found = unknown_result(_called([inner for inner, _ in frames[of_program[-1] + 1 :]]), place)
     found.__cause__ = error
     return found.with_traceback(error.__traceback__)
 
