@@ -1,7 +1,7 @@
 """Refusals of operations whose results depend on values, which fake tensors do not have.
 
 The recorder refuses an operator that it sees. Code in C++ that reads a tensor by itself, or torch's own code of fake
-tensors, raises an error that says nothing of the program. Such an error becomes a refusal with the operation and its line.
+tensors, raises an error that says nothing of the program. Such an error becomes a refusal with its operation and line.
 """
 
 from __future__ import annotations
