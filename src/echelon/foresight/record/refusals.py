@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from echelon._torch_private.tensors import FakeTensor, is_of_fake_tensors, lacks_implementation
@@ -68,7 +69,8 @@ def not_pickled() -> list[Replacement]:
 
 
 def _pickle(recording: Recording, original: Callable[..., Any], tensor: Tensor, protocol: int) -> Any:
-    if not isinstance(tensor, FakeTensor):
+    # torch.save writes its shape, see `saved`.
+    if not isinstance(tensor, FakeTensor) or _is_saved():
         return original(tensor, protocol)
     # Frames between: the replacement. The modules of pickle in C have none.
     if sys._getframe(2).f_code.co_filename == copy.__file__:
@@ -77,6 +79,15 @@ def _pickle(recording: Recording, original: Callable[..., Any], tensor: Tensor, 
         f"a tensor is pickled at {recording.log.line()}, and one of a recorded program has no values: send or keep a "
         "number, such as loss.item(), or send the tensor by all_gather or broadcast"
     )
+
+
+def _is_saved() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.serialization.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _copied(tensor: Tensor) -> Tensor:
