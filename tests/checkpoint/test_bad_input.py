@@ -251,6 +251,19 @@ def circle():
             "extra/a/0/b is of type object, and a checkpoint takes numbers, text, tensors, and lists and dicts of "
             "them: store its parts, or give it state_dict and load_state_dict and pass it by a keyword of its own",
         ),
+        *(
+            (
+                {"a": value},
+                f"extra/a{place} is a PerRank inside of another value: wrap the whole entry of extra, once, such as "
+                "extra={'seen': PerRank([1, 2])}",
+            )
+            for value, place in (
+                (PerRank(PerRank(1)), ""),
+                (PerRank({"b": PerRank(1)}), "/b"),
+                ([PerRank(1)], "/0"),
+                ({"b": PerRank(1)}, "/b"),
+            )
+        ),
         ({"a": 1 << 14_000}, "extra/a is a number of 14001 bits: at most 14000 can be stored"),
         ({"a": nested(51)}, f"extra/a{'/0' * 46}/ is nested more than 50 deep: flatten it"),
         ({"a": circle()}, "extra/a/0 contains itself, and JSON-like data cannot: take it out"),

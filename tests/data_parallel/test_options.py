@@ -4,6 +4,7 @@ import copy
 import io
 import mmap
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -365,3 +366,18 @@ def test_a_compiled_module_trains(pool, backend, outside):
     expected = fill(Branches())
     loss_of(expected(batch(2), True)).backward()
     assert_all_equal(pool.run(compiled, 2, backend, outside, timeout=120.0), gradients(expected))
+
+
+def compiled_with_buffers(group):
+    """Returns the warnings of a compiled wrapper whose forward communicates."""
+    model = torch.compile(DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), group), backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            model(torch.full((4, 4), float(step + group.rank))).sum().backward()
+    return [str(each.message) for each in caught]
+
+
+def test_torchs_compiler_does_not_see_the_communication_of_a_forward(pool):
+    """It warned of get_ident and of the C library, which it cannot trace, and compiled parts of this package."""
+    assert pool.run(compiled_with_buffers, 2, timeout=120.0) == [[], []]

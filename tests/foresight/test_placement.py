@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import foresee
+from echelon.foresight.trace import HostKernel
 from tests.foresight import programs
 
 WIDTH, BATCH = 64, 8
@@ -241,3 +242,29 @@ def keeps(on_gpu):
 def test_a_tensor_on_the_host_takes_no_memory_of_the_gpu():
     on_host, on_gpu = (foresee(keeps, 1, (each,)).live_memory[0] for each in (False, True))
     assert 1 << 30 <= on_gpu - on_host < (1 << 30) + 4096
+
+
+OF_NO_FILE = """
+import torch
+
+def program():
+    x = torch.randn(64, 64, device="cuda")
+    y = x.cpu() * 2
+    y.numpy()
+    z = torch.ones(64, 64, pin_memory=True) + y
+    z.numpy()
+    if mixes:
+        x + z
+"""
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_results_of_the_host_stay_there_where_no_line_is_known(mixes):
+    names = {"mixes": mixes}
+    exec(OF_NO_FILE, names)  # its file is "<string>", which is none of the program
+    if not mixes:
+        entries = foresee(names["program"], 1).traces[0].entries
+        assert [each.name for each in entries if isinstance(each, HostKernel)] == ["mul", "add"]
+        return
+    with pytest.raises(RuntimeError, match="a tensor of the CPU, made at an unknown line, and one of the GPU"):
+        foresee(names["program"], 1)

@@ -406,3 +406,52 @@ def test_a_product_that_is_written_or_added_in_float32_has_the_speed_of_its_fact
 
     (found,) = [each for each in kernels(foresee(program, 1, gpu="h100")) if each.kind == "matmul"]
     assert (found.dtype, found.flops, found.shape) == ("bfloat16", 2 * 4096**3, (1, 4096, 4096, 4096))
+
+
+def of_vectors(name):
+    matrix, rows, columns = (torch.randn(*each, device="cuda", requires_grad=True) for each in ((30, 40), (30,), (40,)))
+    with torch.no_grad():
+        kept = rows * 1
+        kept.addmv_(matrix, columns)
+    match name:
+        case "mv":
+            matrix.mv(columns).sum().backward()
+        case "addmv":
+            torch.addmv(rows, matrix, columns).sum().backward()
+        case "addr":
+            torch.addr(matrix, rows, columns).sum().backward()
+        case "dot":
+            torch.dot(columns, columns.detach()).backward()
+
+
+@pytest.mark.parametrize(("name", "flops"), [("mv", [1200, 1200]), ("addmv", [1200, 1200]), ("dot", [40])])
+def test_products_with_vectors_have_flops(name, flops):
+    found = [each for each in kernels(foresee(of_vectors, 1, (name,), gpu="h100")) if each.flops]
+    assert [(each.name, each.flops) for each in found[:2]] == [("addmv_", 2400), (name, 2 * flops[0])]
+    # The gradient of a matrix or vector that multiplies a vector is elementwise.
+    assert [each.flops for each in found[2:]] == [2 * each for each in flops[1:]]
+    assert all(each.kind == "matmul" and not each.shape for each in found)
+
+
+def test_the_product_of_two_vectors_that_is_added_has_flops():
+    found = [each for each in kernels(foresee(of_vectors, 1, ("addr",), gpu="h100")) if each.flops]
+    assert [(each.name, each.flops) for each in found] == [("addmv_", 2400), ("addr", 2400), ("mv", 2400), ("mv", 2400)]
+
+
+def test_a_product_with_a_vector_takes_the_time_of_its_bytes():
+    def program(multiplies):
+        matrix, vector = (torch.empty(*each, device="cuda") for each in ((8192, 8192), (8192,)))
+        matrix @ vector if multiplies else matrix.sum(1)
+
+    product, reading = (foresee(program, 1, (each,), gpu="h100").step_seconds for each in (True, False))
+    assert product == pytest.approx(reading, rel=0.05)
+
+
+def distances(power):
+    rows, columns = (torch.randn(each, 8, device="cuda", requires_grad=True) for each in (30, 40))
+    torch.cdist(rows, columns, p=power).sum().backward()
+
+
+def test_gradients_of_distances_take_as_many_operations_as_distances():
+    found = {each.name: each.flops for each in kernels(foresee(distances, 1, (1.0,), gpu="h100")) if each.flops}
+    assert found == {"_cdist_forward": 2 * 30 * 40 * 8, "_cdist_backward": 2 * 30 * 40 * 8}

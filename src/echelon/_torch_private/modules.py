@@ -24,6 +24,10 @@ COMPILED, RECOMPUTED = "_orig_mod", "_checkpoint_wrapped_module"
 parameters and buffers they are left out: a checkpoint has the names of the plain model."""
 
 
+_NOT_TRACED = "_torchdynamo_disable"
+"""Attribute by which torch's compiler knows a function that is no part of the code that it traces."""
+
+
 def never_compiled(function: F) -> F:
     """Decorator of a function that torch.compile does not compile, nor any function that it calls.
 
@@ -31,6 +35,8 @@ def never_compiled(function: F) -> F:
     """
     strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, strategy)
+    # For a call from code that is compiled, of which it would become a part.
+    setattr(function, _NOT_TRACED, True)
     return function
 
 

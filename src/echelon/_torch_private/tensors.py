@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -16,9 +19,11 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.export import ExportedProgram
+from torch.nested._internal.nested_int import NestedIntNode
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -102,7 +107,29 @@ def fake_tensors() -> AbstractContextManager[object]:
 
 def recorded_tensors() -> AbstractContextManager[object]:
     """Returns a context like `fake_tensors`, in which tensors with data may be mixed with fake ones."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _RecordedMode(allow_non_fake_inputs=True)
+
+
+class _RecordedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Mode of fake tensors in which the ragged size of nested ones is no symbol, as outside of torch.compile."""
+
+    _raggeds = itertools.count(1 << 32)
+    """Numbers of ragged sizes. torch counts those of real nested tensors from 0 on."""
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> torch.SymInt:
+        """Returns a ragged size, which tensors with the same offsets share."""
+        number = next(self._raggeds) if nt_tensor_id is None else nt_tensor_id
+        return torch.SymInt(NestedIntNode(number, 1))  # type: ignore[no-untyped-call]
+
+
+def longest_of(nested: torch.Tensor) -> int:
+    """Returns the length of the longest sequence of a nested tensor. torch has no public way."""
+    return int(nested._get_max_seqlen())  # type: ignore[attr-defined] # of NestedTensor
+
+
+def shortest_of(nested: torch.Tensor) -> int:
+    """Returns the length of the shortest sequence of a nested tensor."""
+    return int(nested._get_min_seqlen())  # type: ignore[attr-defined] # of NestedTensor
 
 
 @contextmanager
@@ -175,6 +202,32 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 NO_FAKE_RESULT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Errors of an operator whose result FakeTensorMode cannot tell without values."""
+_NO_DATA = (
+    "The tensor has a non-zero number of elements, but its data is not allocated yet",
+    "Cannot access data pointer of",
+    "Not available for 'meta' device type",
+    "Creating a new Tensor subclass",
+)
+"""Beginnings of errors of code in C++ that takes no tensor without data. They have no type of their own."""
+_NO_IMPLEMENTATION = "There was no fake impl registered"
+"""Beginning of the error of an operator of the program that has no function for fake tensors."""
+_SUBCLASSES = os.path.join("torch", "_subclasses", "")
+"""Folder of torch with the code of fake tensors."""
+
+
+def is_of_fake_tensors(error: BaseException) -> bool:
+    """Whether an error arises because tensors are fake, so that no run with data has it."""
+    if isinstance(error, (*NO_FAKE_RESULT, UnsupportedFakeTensorException)):
+        return True
+    if isinstance(error, AssertionError | AttributeError):  # an assumption of torch's own code fails
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return bool(frames) and _SUBCLASSES in frames[-1].f_code.co_filename
+    return isinstance(error, RuntimeError) and str(error).startswith((*_NO_DATA, _NO_IMPLEMENTATION))
+
+
+def lacks_implementation(error: BaseException) -> bool:
+    """Whether an error is that of an operator of the program that has no function for fake tensors."""
+    return isinstance(error, RuntimeError) and str(error).startswith(_NO_IMPLEMENTATION)
 
 
 class OperatorFacts(NamedTuple):
@@ -188,6 +241,8 @@ class OperatorFacts(NamedTuple):
     writes: tuple[int | str, ...]
     """Arguments that it changes: their positions, or names of arguments that have to be named."""
     may_return_view: bool
+    is_composite: bool
+    """Whether torch computes it by other operators, on every device and for autograd."""
 
 
 def facts_of(operator: Any) -> OperatorFacts:
@@ -200,7 +255,8 @@ def facts_of(operator: Any) -> OperatorFacts:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     may_return_view = any(each.alias_info is not None for each in schema.returns)
-    return OperatorFacts(namespace, name, schema.overload_name, writes, may_return_view)
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    return OperatorFacts(namespace, name, schema.overload_name, writes, may_return_view, is_composite)
 
 
 def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:

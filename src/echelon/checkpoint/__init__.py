@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from echelon.arguments import no_attribute
 
 if TYPE_CHECKING:
-    from echelon.checkpoint.collect import PerRank
+    from echelon.checkpoint.encoding import PerRank
     from echelon.checkpoint.saving import Handle
     from echelon.checkpoint.store import Store
 
 _WHERE = {
     "Handle": "echelon.checkpoint.saving",
-    "PerRank": "echelon.checkpoint.collect",
+    "PerRank": "echelon.checkpoint.encoding",
     "Store": "echelon.checkpoint.store",
 }
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn, optim
 
 from echelon.arguments import named
-from echelon.checkpoint.encoding import Encoded, Sample, checksum, encode, joined, samples
+from echelon.checkpoint.encoding import Encoded, PerRank, Sample, checksum, encode, joined, samples
 from echelon.checkpoint.model import Coordinates, ModelTensors, is_sharded, ranges_of, spec_of, tensors_of
 from echelon.checkpoint.optimizer import OptimizerState, check_optimizer, kind_of, state_of
 from echelon.checkpoint.param_groups import ParamGroup, merge
@@ -28,21 +28,6 @@ from echelon.pipeline.run.pipeline import Pipeline
 
 TAKEN = {"random", "hook"}
 """Names under which a checkpoint has the process's random states, and the state of a gradient hook."""
-
-
-class PerRank:
-    """Value in `extra` that each rank has for itself. `load` gives each rank its own back, without the wrapper.
-
-    Args:
-        value: JSON-like data or tensors of this rank.
-    """
-
-    def __init__(self, value: object) -> None:
-        """Takes JSON-like data or tensors."""
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"PerRank({self.value!r})"
 
 
 @dataclass

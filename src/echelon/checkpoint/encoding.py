@@ -38,6 +38,21 @@ _SAMPLES = 64
 """Elements of a tensor that `samples` takes, or up to twice as many."""
 
 
+class PerRank:
+    """Value in `extra` that each rank has for itself. `load` gives each rank its own back, without the wrapper.
+
+    Args:
+        value: JSON-like data or tensors of this rank.
+    """
+
+    def __init__(self, value: object) -> None:
+        """Takes JSON-like data or tensors."""
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
 class Encoded(NamedTuple):
     """Value as JSON-like data, and the tensors that it refers to by name."""
 
@@ -185,6 +200,11 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], around: list[i
         if len(around) >= _DEEPEST:
             raise InvalidArgument(f"{name[:100]} is nested more than {_DEEPEST} deep: flatten it")
         return _encode_nested(value, name, tensors, [*around, id(value)])
+    if isinstance(value, PerRank):
+        raise InvalidArgument(
+            f"{name} is a PerRank inside of another value: wrap the whole entry of extra, once, such as "
+            "extra={'seen': PerRank([1, 2])}"
+        )
     raise InvalidArgument(
         f"{name} is {named(value)}, and a checkpoint takes numbers, text, tensors, and lists and dicts of them: store "
         "its parts, or give it state_dict and load_state_dict and pass it by a keyword of its own"

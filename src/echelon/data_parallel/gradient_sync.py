@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from echelon._torch_private.autograd import at_end_of_backward, hooks_after_gradient
+from echelon._torch_private.modules import never_compiled
 from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_same_model, synchronize_buffers
 from echelon.data_parallel.equal_batches import joined
 from echelon.data_parallel.hooks import GradientHook
@@ -204,6 +205,7 @@ class GradientSync:
 
     # Called by the hooks
 
+    @never_compiled
     def before_forward(self) -> None:
         """A forward that records a graph begins. May block."""
         watched = self._watched
@@ -482,16 +484,20 @@ class _ForwardHook:
             sync.before_forward()
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        sync = self._told()
-        if sync is None:
-            return
+        if sync := self._told():
+            self._passed(sync, module, args, kwargs, output)
+
+    @never_compiled
+    def _passed(
+        self, sync: GradientSync, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         inputs = list(_leaves_of([*args, *kwargs.values()]))
         tensors = [each for each in inputs if isinstance(each, Tensor)]
         num_samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
         if sync.samples is not None:
             sync.samples.number = num_samples
         watch = sync.reducer.equal_batches
-        batch = 0 if watch.is_done or torch.compiler.is_compiling() else watch.number_of(inputs)
+        batch = 0 if watch.is_done else watch.number_of(inputs)
         passed = _Forward(sync, num_samples, batch)
         if module.training:
             passed.count()

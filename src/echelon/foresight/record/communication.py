@@ -19,6 +19,7 @@ from echelon.foresight.record.calls import Call, answer
 from echelon.foresight.record.exchange import RecordingBackend
 from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.mail import Route
+from echelon.foresight.record.placement import Host
 from echelon.foresight.record.works import RecordedWork
 from echelon.foresight.trace import Collective, Group, Wait
 from echelon.group.group import ProcessGroup
@@ -370,7 +371,7 @@ def functional_collective(
         log.pending.update((memory.number(each), entry.number) for each in outputs)
         if before:
             assert recording.placement is not None
-            recording.placement.resulted(outputs, before, recording.memory.on_host[before[0]].place)
+            recording.placement.resulted(outputs, before, Host(recording.memory.on_host[before[0]].place))
         return out
 
 

@@ -1,6 +1,8 @@
 """torch.compile in a recorded program: the code runs as it is, and its kernels are marked.
 
-The compiler itself would need values and kernels. `echelon.foresight.play.fusion` joins the marked kernels.
+The compiler itself would need values and kernels. `echelon.foresight.play.fusion` joins the marked kernels. Code that
+`torch.jit` traces or freezes runs as it is, too, and its kernels are not joined. Code that it scripts is interpreted by
+torch itself.
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ from echelon.replacements import Replacement
 _ASSUMPTION = "torch.compile was taken as fused runs of elementwise kernels"
 
 
+_OF_JIT = ("trace", "freeze", "optimize_for_inference")
+"""Functions of torch.jit that read values of tensors."""
+
+
 def not_compiled() -> list[Replacement]:
     """Lets recorded ranks compile nothing. Their assumptions say so."""
     return [
         Replacement(torch, "compile", in_ranks(_compile)),
         Replacement(torch.nn.Module, "compile", in_ranks(_compile_itself)),
+        *(Replacement(torch.jit, name, in_ranks(_as_it_is)) for name in _OF_JIT),
         *compiled_by(in_ranks(_run_uncompiled)),
     ]
 
@@ -29,6 +36,11 @@ def not_compiled() -> list[Replacement]:
 def _compile(recording: Recording, _: Callable[..., Any], model: Any = None, **__: Any) -> Any:
     recording.log.assume(_ASSUMPTION)
     return _marked if model is None else _marked(model)
+
+
+def _as_it_is(recording: Recording, original: Callable[..., Any], code: Any, *_: Any, **__: Any) -> Any:
+    recording.log.assume(f"torch.jit.{original.__name__} was taken as the code itself")
+    return code
 
 
 def _compile_itself(recording: Recording, _: Callable[..., Any], module: torch.nn.Module, *__: Any, **___: Any) -> None:

@@ -21,8 +21,11 @@ from torch.overrides import TorchFunctionMode
 from echelon._torch_private.tensors import FakeTensor, default_device_of, known_value, real_tensors, set_known_value
 from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.nested import attention_of_nested
 from echelon.foresight.record.placement import FACTORIES, HOST, MOVES, is_gpu, is_host
 from echelon.foresight.record.recurrent import GATES, pack_padded, pad_packed, recurrent, with_batch_sizes
+from echelon.foresight.record.refusals import unknown_result
+from echelon.foresight.record.signals import inverse_transform
 from echelon.foresight.trace import HostWait
 from echelon.wording import counted
 
@@ -65,7 +68,10 @@ class OnHost(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        read = _ON_HOST.get(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        read = _ON_HOST.get(name)
+        if name in _OF_NUMBERS:
+            args = _with_numbers(args)
         if read is None or not args or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         return read(func, args, kwargs or {})
@@ -87,6 +93,8 @@ class OnDevice(TorchFunctionMode):
             kwargs = {**kwargs, "device": default}  # torch itself would add it below this mode
         if (read := _READS.get(name)) is not None and args and isinstance(args[0], FakeTensor):
             return read(func, args, kwargs)
+        if name in _OF_NUMBERS:
+            args = _with_numbers(args)
         if (special := _SPECIAL.get(name)) is not None:
             return special(func, args, kwargs)
         if name == "to" and len(args) > 1 and type(args[1]) is int:
@@ -359,6 +367,51 @@ def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return loss.squeeze(0) if is_single else loss
 
 
+def _kept(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
+    """Returns the tensor, which has no memory to be shared with other processes."""
+    return args[0]
+
+
+def _applied(func: Any, _: tuple[Any, ...], __: dict[str, Any]) -> Any:
+    """Refuses a function of Python for each element: torch would call it for memory that is not there."""
+    recording = recording_here()
+    raise unknown_result(func.__name__, "an unknown line" if recording is None else recording.log.line())
+
+
+def _with_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments of a function that makes a tensor of numbers. The host reads numbers that are tensors."""
+    if not args or not isinstance(args[0], list | tuple):
+        return args
+    return _numbers(args[0]), *args[1:]
+
+
+def _numbers(data: Any) -> Any:
+    if isinstance(data, FakeTensor):
+        return data.item() if data.ndim == 0 or data.numel() == 1 else data.tolist()
+    if isinstance(data, list | tuple) and any(isinstance(each, list | tuple | FakeTensor) for each in data):
+        return [_numbers(each) for each in data]
+    return data
+
+
+def _split_by_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Splits a tensor at indices, or into a number of parts, that a tensor of the host has."""
+    tensor, *others = args
+    if not others and "tensor_indices_or_sections" in kwargs:
+        others = [kwargs.pop("tensor_indices_or_sections")]
+    places = others[0] if others else None
+    if not isinstance(places, FakeTensor) or (recording := recording_here()) is None:
+        return func(tensor, *others, **kwargs)
+    if recording.memory.known(places) in recording.memory.on_gpu:
+        raise RuntimeError(
+            "tensor_split expected tensor_indices_or_sections to be on cpu, but it is on a GPU: move it by .cpu()"
+        )
+    if (known := recording.routing.read(places)) is None:
+        raise unknown_result("tensor_split", recording.log.line())
+    with real_tensors():
+        numbers = known.tolist()
+    return func(tensor, numbers, *others[1:], **kwargs)
+
+
 # Attention
 
 
@@ -372,7 +425,9 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(mask, CausalBias):
         # Kernels of a GPU know both forms, without a mask: it begins at the first key, or ends at the last one.
         return attention(func, (), {**given, "attn_mask": None, "is_causal": True})
-    if query.dim() != 4:
+    if query.is_nested and mask is None and query.dim() == 4:
+        return attention_of_nested(query, key, value, dropout, is_causal, scale)
+    if query.is_nested or query.dim() != 4:
         return func(*args, **kwargs)
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
@@ -436,6 +491,9 @@ _FLASH_WIDTH = 256
 
 _Special: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
+_OF_NUMBERS = frozenset({"tensor", "as_tensor", "asarray"})
+"""Functions of torch that take lists of numbers."""
+
 _READS: dict[str, _Special] = {
     "tolist": _values,
     "numpy": _array,
@@ -444,6 +502,10 @@ _READS: dict[str, _Special] = {
     "data_ptr": _address,
     "__deepcopy__": _copied,
     "ctc_loss": _ctc_loss,
+    "istft": inverse_transform,
+    "tensor_split": _split_by_values,
+    "share_memory_": _kept,
+    **dict.fromkeys(("apply_", "map_", "map2_"), _applied),
 }
 """Functions of torch that depend on values or addresses of a fake tensor, by name."""
 

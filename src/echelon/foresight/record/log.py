@@ -131,8 +131,11 @@ class Log:
 
     def line(self) -> str:
         """Returns the line of the program that is running, as "train.py:42"."""
-        number = self.place()
-        return "an unknown line" if number < 0 else list(self.places)[number]
+        return self.line_of(self.place())
+
+    def line_of(self, place: int) -> str:
+        """Returns the line of the program that has a number."""
+        return "an unknown line" if place < 0 else list(self.places)[place]
 
     # Modules
 

@@ -95,6 +95,8 @@ class Operator(NamedTuple):
     writes: tuple[int | str, ...]
     """Arguments that it changes, by position or name."""
     may_return_view: bool
+    is_composite: bool
+    """Whether torch computes it by other operators. Only tensors with tensors inside, such as nested ones, call it."""
     is_foreach: bool
     takes_dtype: bool
     """Whether it is told the type of its result, as in `torch.mm(a, b, out_dtype=...)`."""
@@ -129,9 +131,10 @@ def operator(func: Any) -> Operator:
     """Returns the facts of an operator of torch."""
     facts = facts_of(func)
     name = facts.name
-    shape = _SHAPES.get(name.removesuffix("_"))  # in place, such as "addmm_", the arguments are the same
+    base = name.removesuffix("_")  # in place, such as "addmm_", the arguments are the same
+    shape = _SHAPES.get(base)
     takes_dtype = shape is not None and facts.overload in ("dtype", "dtype_out")
-    flops = _ATTENTION.get(name) or _FLOPS.get(name) or flop_registry.get(func.overloadpacket)
+    flops = _ATTENTION.get(name) or _FLOPS.get(base) or flop_registry.get(func.overloadpacket)
     if takes_dtype:
         flops = None  # torch's formulas do not take the type
     # Operators with FLOPs that are no attention are products and convolutions.
@@ -142,6 +145,7 @@ def operator(func: Any) -> Operator:
         kind=kind,
         writes=facts.writes,
         may_return_view=facts.may_return_view,
+        is_composite=facts.is_composite,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         takes_dtype=takes_dtype,
         flops=flops,
@@ -236,6 +240,7 @@ _SHAPES: Mapping[str, Callable[..., Shape]] = {
     "_int_mm": lambda args: _mm(args[0], args[1]),
     "addbmm": _addbmm,
     "_cdist_forward": _cdist,
+    "_cdist_backward": lambda args: _cdist(args[1:]),
     "_euclidean_dist": _cdist,
     "addmm": lambda args: _mm(args[1], args[2]),
     "_addmm_activation": lambda args: _mm(args[1], args[2]),
@@ -267,8 +272,15 @@ def _trilinear_flops(
     return 2 * math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
+def _flops_with_a_vector(matrix: Tensor, *_: object, **__: object) -> int:
+    return 2 * matrix.numel()
+
+
 _FLOPS: Mapping[str, Callable[..., int]] = {
     "_trilinear": _trilinear_flops,
+    # Products with vectors have no shape for the model of products: they take the time of their bytes.
+    **dict.fromkeys(("mv", "dot", "vdot", "addr"), _flops_with_a_vector),
+    "addmv": lambda _, matrix, *__, **___: _flops_with_a_vector(matrix),
     "convolution_backward": flops_of_gradients,
 }
 """Formulas in place of torch's, by the name of the operator."""

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -53,14 +53,23 @@ _TAKES_BOTH = frozenset(
 """Operators that take tensors of several devices. Indexing does so, too."""
 HOST = "host"
 """Goal of a move that can mean nothing but the host."""
-GPU = -1
-"""Device of a result on the GPU."""
+
+
+class Host(NamedTuple):
+    """The host as the device of a result."""
+
+    place: int
+    """Line that made it there. -1: none of the program did, such as in a program that is an installed package."""
+
+
+GPU: Final = "gpu"
+"""The GPU as the device of a result."""
+Where: TypeAlias = Host | Literal["gpu"] | None
+"""Device of a result. None: it is unknown."""
 _TO_EMPTY = os.path.join("torch", "nn", "modules", "module.py")
 """File of torch that makes the tensors of a module on the device that the program names."""
 _WITH_VALUES = frozenset({Tensor, nn.Parameter})
 """Types of tensors that are not fake, and wrap none."""
-Where: TypeAlias = int | None
-"""Device of a result: `GPU`, the line that made it on the host, or None if it is unknown."""
 _DISTRIBUTED = os.path.join(os.sep, "torch", "distributed", "")
 _MOVERS = tuple(
     os.path.join("torch", "distributed", name, "") for name in ("tensor", "fsdp", "checkpoint", "_composable")
@@ -239,7 +248,8 @@ class Placement:
         if not is_on_gpu:
             # A tensor of an unknown device makes that of the result unknown, too.
             is_on_host = len(hosts) == sum(each.dim() > 0 for each in inputs)
-            return on_host[next(each for each in (*hosts, *before) if each in on_host)].place if is_on_host else None
+            made = next(each for each in (*hosts, *before) if each in on_host)
+            return Host(on_host[made].place) if is_on_host else None
         if hosts and not self.takes_both(name) and not _of_distributed():
             raise RuntimeError(
                 f"{name} takes a tensor of the CPU, made at {self._line(hosts[0])}, and one of the GPU: move the first "
@@ -263,7 +273,7 @@ class Placement:
             if where == GPU:
                 self._memory.on_gpu.add(number)
             else:
-                self._memory.leave_gpu(each, where)
+                self._memory.leave_gpu(each, where.place)
                 if any(map(self._memory.is_fixed, before)):
                     self._memory.fix(number)
 
@@ -300,7 +310,7 @@ class Placement:
 
     def _line(self, number: int) -> str:
         """Returns the line that made a storage on the host."""
-        return list(self._log.places)[self._memory.on_host[number].place]
+        return self._log.line_of(self._memory.on_host[number].place)
 
 
 def _is_meta(tensor: object) -> bool:

@@ -50,7 +50,8 @@ from echelon.foresight.record.operators import (
     launches_of,
     operator,
 )
-from echelon.foresight.record.placement import GPU, Where
+from echelon.foresight.record.placement import GPU, Host, Where
+from echelon.foresight.record.refusals import unknown_result
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
 from echelon.foresight.record.traffic import Accesses, accesses_of, num_bytes_of
 from echelon.foresight.record.workspaces import HAS_WORKSPACE, workspaces
@@ -138,11 +139,15 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("device") in _NUMBERED:
             kwargs = {**kwargs, "device": _CPU}
         inputs = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
-        operation = Operation(func, operator(func), inputs, args, kwargs)
+        facts = operator(func)
+        if facts.is_composite and facts.role != "collective":
+            with self:  # a mode is off while it handles an operator
+                return func.decompose(*args, **kwargs)
+        operation = Operation(func, facts, inputs, args, kwargs)
         if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(operation):
             with real_tensors():
                 return func(*args, **kwargs)
-        match operation.facts.role:
+        match facts.role:
             case "view":
                 return self._viewed(operation)
             case "allocation":
@@ -150,10 +155,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             case "kernel":
                 return self._kernel(operation)
             case "collective":
-                name = operation.facts.name
-                return functional_collective(self._recording, self._results, func, name, inputs, args, kwargs)
+                return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
             case "read":
-                return self._read(operation.facts, args)
+                return self._read(facts, args)
 
     def _in_place(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Returns the form in place of an operator that autograd would apply in place without a mode."""
@@ -184,7 +188,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if where is None or where == GPU:
             self.memory.number(out)
         else:
-            with self.memory.on_the_host(where):
+            with self.memory.on_the_host(where.place):
                 self.memory.number(out)
         return out
 
@@ -202,10 +206,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return number in self.memory.on_host or (tensor.ndim == 0 and is_in_backward())
 
     def _unknown(self, name: str) -> UnsupportedOp:
-        return UnsupportedOp(
-            f"{name} at {self.log.line()}: torch cannot tell its result without values of tensors, which a recorded "
-            "program does not have: foresee the program without it, or run it by echelon simulate"
-        )
+        return unknown_result(name, self.log.line())
 
     def _read(self, facts: Operator, args: Sequence[Any]) -> object:
         """Returns the value of a tensor if it is known, else an assumed one: finite, 1, or true."""
@@ -288,11 +289,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def _device_of(self, facts: Operator, inputs: Sequence[Tensor], before: Sequence[int]) -> tuple[Where, Move | None]:
         """Returns the device of an operator's results, and the move for which it clones a tensor."""
         if self._placement is None or not before:
-            return self.memory.making, None
+            return None if self.memory.making is None else Host(self.memory.making), None
         move = self._placement.copies.move if facts.name == "clone" else None
         if move is None:
             return self._placement.of_results(facts.name, inputs, before), None
-        return GPU if move.place is None else move.place, move
+        return GPU if move.place is None else Host(move.place), move
 
     def _result(self, operation: Operation, on_host: bool, held: list[Tensor]) -> Any:
         """Makes the results of an operator, and holds memory that it has for the time of computing."""
@@ -314,7 +315,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         facts, placement = operation.facts, self._placement
         if facts.name in KEEPS_TERMS:
             _keep_terms(out, operation.args)
-        with nullcontext() if where is None or where == GPU else self.memory.on_the_host(where):
+        with nullcontext() if where is None or where == GPU else self.memory.on_the_host(where.place):
             self._enter(operation, before, out, where, move)
         if placement is not None and before:
             placement.resulted(tensors_in((out,)), before, where)

@@ -44,6 +44,7 @@ from echelon.foresight.record.modules import Modules
 from echelon.foresight.record.placement import Placement
 from echelon.foresight.record.processes import Children, Recorded, can_fork, has_device_threads
 from echelon.foresight.record.recorder import Recorder
+from echelon.foresight.record.refusals import not_pickled, refused
 from echelon.foresight.record.repeats import NotRepeated, Repeats, can_repeat, microbatches_repeated
 from echelon.foresight.record.routing import Routing
 from echelon.foresight.record.saved import Saved
@@ -175,7 +176,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
             device_names(max(Counter(request.hosts).values()), request.gpu),
             steps_noted(),
             no_writes(run.saved, allow_files=request.allow_writes),
-            replaced([*not_compiled(), *exported_unrecorded()]),
+            replaced([*not_compiled(), *exported_unrecorded(), *not_pickled()]),
             replaced([] if request.full or not can_repeat() else microbatches_repeated()),
         ):
             return run.run()
@@ -374,7 +375,7 @@ class _Run:
             raise
         except BaseException as error:
             if not self._world.scheduler.is_ending:
-                self._failures.add(rank, error)
+                self._failures.add(rank, refused(error))
                 self._end_others()
         finally:
             self._num_left -= 1
