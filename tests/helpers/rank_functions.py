@@ -112,6 +112,10 @@ def return_unpicklable(group):
     return threading.Lock()
 
 
+def same(group, value):
+    return value
+
+
 def large(group):
     return torch.ones(1 << 22)
 

@@ -22,6 +22,7 @@ from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError, PeerFailed, Timeout
 from echelon.launch import environment
 from echelon.launch.call import OF_OTHER_LAUNCHERS, check_no_keywords, rank_call
+from echelon.launch.pickling import dumps
 from echelon.launch.report import GRACE, are_alike, consequences, first_cause
 from echelon.launch.variables import ReservedPort, threads_per_rank
 from echelon.launch.worker import Job, Outcome, Worker, leave_if_imported
@@ -217,7 +218,7 @@ def pickle_call(function: Callable[..., object], args: Sequence[object]) -> byte
     if path is not None and not os.path.exists(path):
         raise LaunchError(f"this program was read from {path}, so no other process can import it: put it in a file")
     try:
-        return pickle.dumps(call)
+        return dumps(call)
     except Exception as error:  # an argument's class may raise anything here
         raise LaunchError(
             f"fn={name} and its arguments cannot be pickled ({error}): pass functions of a module and plain values"

@@ -34,6 +34,7 @@ from echelon.launch.backends import OWN_NAMES
 from echelon.launch.call import RankCall
 from echelon.launch.environment import on_one_host, without_launcher
 from echelon.launch.init import CONNECT_TIMEOUT, carry, provide
+from echelon.launch.pickling import dumps
 from echelon.launch.report import RankFailure, describe_exit, exit_status
 from echelon.launch.tuned import agreed_table
 from echelon.launch.wrapped import unwrapped
@@ -268,7 +269,7 @@ def _run(job: Job) -> Outcome:
         backend = carry(tcp, job.backend, CONNECT_TIMEOUT)
         with ProcessGroup(backend, table=table) as group, provide(group):
             result = call.run(group)
-        return Outcome(pickle.dumps(result))
+        return Outcome(dumps(result))
     except SystemExit as error:
         return Outcome(None, report.describe(job.rank, error)) if fails(error) else Outcome(pickle.dumps(None))
     except BaseException as error:
