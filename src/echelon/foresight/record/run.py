@@ -48,6 +48,7 @@ from echelon.foresight.record.repeats import NotRepeated, Repeats, can_repeat, m
 from echelon.foresight.record.routing import Routing
 from echelon.foresight.record.saved import Saved
 from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
+from echelon.foresight.record.threads import ending_threads, never_woken, threads_of_ranks
 from echelon.foresight.record.until import Until
 from echelon.foresight.record.writes import no_writes
 from echelon.foresight.trace import Message, Trace
@@ -56,6 +57,7 @@ from echelon.interop.torch_distributed import make_group
 from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
 from echelon.replacements import replaced
+from echelon.simulation import watchdog
 from echelon.simulation.deadlock import explain
 from echelon.simulation.failures import Failures
 from echelon.simulation.process.shared import SharedProcess, only_simulation
@@ -175,7 +177,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
             device_names(max(Counter(request.hosts).values()), request.gpu),
             steps_noted(),
             no_writes(run.saved, allow_files=request.allow_writes),
-            replaced([*not_compiled(), *exported_unrecorded()]),
+            replaced([*not_compiled(), *exported_unrecorded(), *threads_of_ranks()]),
             replaced([] if request.full or not can_repeat() else microbatches_repeated()),
         ):
             return run.run()
@@ -264,12 +266,21 @@ class _Run:
         self._world.scheduler.begin_anew()
         for rank in ranks:
             self._start(rank)
+        if self._request.timing is None:  # ranks that are timed wait for each other
+            self._world.scheduler.watch = functools.partial(self._watch, watchdog.Watchdog(watchdog.PATIENCE))
         self._world.scheduler.run()
         if error := self._error():
             raise error
         # The collector does not look at objects of these ranks again: otherwise it takes longer with each rank.
         gc.collect()
         gc.freeze()
+
+    def _watch(self, dog: watchdog.Watchdog, running: Task | None) -> EchelonError | None:
+        """Returns the error that ends the recording of a rank which waits for a thread for ever. None if it may not."""
+        if self.process.calls.thread_error:
+            return self.process.calls.thread_error
+        blocked = dog.look(running)
+        return None if blocked is None else never_woken(blocked.task.rank, blocked.task.ident)
 
     # In children
 
@@ -363,6 +374,7 @@ class _Run:
             recording = self._recording(rank)
             until = Until(self._request.until) if self._request.until else None
             with provide(group), self.process.torch.rank(group), recorded(recording), ExitStack() as stack:
+                stack.enter_context(ending_threads(recording))
                 self._enter_modes(recording, stack)
                 self._run_program(group, recording.steps, until)
                 self.process.calls.at_exit(rank)

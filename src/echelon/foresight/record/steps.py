@@ -21,6 +21,7 @@ from echelon.foresight.record.callers import calling_file
 from echelon.foresight.record.here import Recording, in_ranks, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.threads import refuse_in_thread
 from echelon.foresight.trace import Allocate, Entry, Order, Trace
 from echelon.pipeline.stage.stage import Stage
 from echelon.replacements import Replacement, replaced
@@ -321,6 +322,7 @@ def steps_noted() -> Iterator[None]:
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         if (recording := recording_here()) is None:
+            refuse_in_thread("an optimizer steps")
             return None
         recording.steps.begin(optimizer)
         return recording.steps.with_noted_closure(optimizer, (args, kwargs))
