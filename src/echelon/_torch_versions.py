@@ -88,6 +88,7 @@ PRIVATE_NAMES = (
     "torch.futures.Future._set_unwrap_func",
     "torch.library.Library._destroy",
     "torch.nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle",
+    "torch.nn.parallel.DistributedDataParallel._set_static_graph",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_",
     "torch.nn.utils.clip_grad._get_total_norm",
     "torch.ops.aten.add.Tensor._schema.is_mutable",

@@ -92,6 +92,8 @@ class Request(NamedTuple):
     """Number of each rank's host."""
     steps: int = 2
     """Steps to run. The last one is recorded."""
+    may_add_steps: bool = False
+    """Whether more steps may run if the last one would be unlike later ones."""
     gpu: Gpu | None = Gpu()
     """Facts that the program may ask for. None: its hosts have no GPUs."""
     allow_writes: bool = False
@@ -360,7 +362,9 @@ class _Run:
         # Calls are compared with those of real tensors, where all microbatches run.
         if can_repeat() and not request.full and not request.keeps_calls and request.timing is None:
             repeats = Repeats(log, memory, request.steps)
-        steps = Steps(log, memory, request.steps, not request.until, request.timing, repeats)
+        steps = Steps(
+            log, memory, request.steps, not request.until, request.timing, repeats, may_add_steps=request.may_add_steps
+        )
         placement = None if request.gpu is None or request.timing is not None else Placement(log, memory)
         return Recording(rank, log, memory, routing, steps, placement, repeats)
 

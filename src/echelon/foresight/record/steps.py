@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from echelon._torch_private.autograd import Backward, backward_with, is_in_backward
+from echelon._torch_private.distributed import static_graph_by
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import calling_file
@@ -36,6 +37,8 @@ _MOST_OF_OTHERS = 20_000
 """The same for a program that has made no optimizer, which may end by itself, and for schedules of pipelines."""
 MOST_ROUNDS = 16
 """Rounds for which an optimizer is waited for. A WGAN has 5 of its critic, and MAML 10, and each round is recorded."""
+_OF_STATIC_GRAPH = 3
+"""First typical step of a DDP with a static graph: in the two before it, it reduces gradients after the backward."""
 _CALLERS = tuple(os.path.join("torch", *parts) for parts in (("autograd", "__init__.py"), ("_tensor.py",)))
 """Files of torch between a backward and the code that calls it."""
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -80,6 +83,7 @@ class Steps:
         by_optimizers: bool = True,
         timing: Timing | None = None,
         repeats: Repeats | None = None,
+        may_add_steps: bool = False,
     ) -> None:
         self.entries: Sequence[Entry] | None = None
         """Entries of the last step that has ended. None before the first end."""
@@ -95,6 +99,8 @@ class Steps:
         self._log = log
         self._memory = memory
         self._num_steps = num_steps
+        self._may_add_steps = may_add_steps
+        """Whether more steps may run if the last one would be unlike later ones."""
         self._timing = timing
         self._repeats = repeats
         self._since = 0.0
@@ -122,6 +128,21 @@ class Steps:
     def made(self, optimizer: Optimizer) -> None:
         """Notes a new optimizer."""
         self._made[optimizer] = self._log.line()
+
+    def made_static(self) -> None:
+        """Notes that a DDP takes its graph as static: its first steps are unlike later ones."""
+        added = self.num_done + _OF_STATIC_GRAPH - self._num_steps
+        if added <= 0 or self._timing is not None:
+            return
+        if not self._may_add_steps:
+            self._log.assume(
+                "a DDP with a static graph overlaps no reduction with its first two backwards (typical with "
+                f"steps={self._num_steps + added}, or without a number of steps)"
+            )
+            return
+        self._num_steps += added
+        if self._repeats is not None:
+            self._repeats.num_left += added
 
     def begin(self, optimizer: Optimizer) -> None:
         """Notes the call of an optimizer's `step`."""
@@ -343,6 +364,7 @@ def steps_noted() -> Iterator[None]:
             [
                 Replacement(Optimizer, "__init__", in_ranks(_make)),
                 Replacement(Stage, "recompute", in_ranks(_recompute)),
+                *static_graph_by(in_ranks(_make_static)),
                 *backward_with(counted),
             ]
         ):
@@ -355,6 +377,11 @@ def steps_noted() -> Iterator[None]:
 def _make(recording: Recording, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     original(optimizer, *args, **kwargs)
     recording.steps.made(optimizer)
+
+
+def _make_static(recording: Recording, original: Callable[..., None], ddp: Any) -> None:
+    original(ddp)
+    recording.steps.made_static()
 
 
 def _recompute(recording: Recording, original: Callable[..., None], stage: Stage, *args: Any, **kwargs: Any) -> None:
