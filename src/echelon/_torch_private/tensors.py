@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -106,51 +105,14 @@ def recorded_tensors() -> AbstractContextManager[object]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-class _Own(threading.local):
-    """State of a mode of fake tensors in one thread."""
-
-    def __init__(self) -> None:
-        self.is_in_kernel = False
-        self.entries: list[Any] = []
-
-
-class _SharedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Mode of fake tensors of several threads. torch's own keeps its present kernel, and its begins, for all threads.
-
-    So a tensor would be on the meta device for one thread while another computes.
-    """
-
-    _own: _Own
-
-    @property
-    def in_kernel_invocation(self) -> bool:
-        return self._own.is_in_kernel
-
-    @in_kernel_invocation.setter
-    def in_kernel_invocation(self, is_in_kernel: bool) -> None:
-        self._own.is_in_kernel = is_in_kernel
-
-    @property
-    def enter_stack(self) -> list[Any]:  # type: ignore[override]
-        return self._own.entries
-
-
-def shared_fake_mode() -> Any:
-    """Returns the mode of fake tensors of this thread, which other threads may use from now on. None without one."""
-    mode: Any = _get_dispatch_mode(_TorchDispatchModeKey.FAKE)
-    # Now rather than when it is made: most programs have no threads, and each query takes longer.
-    if type(mode) is FakeTensorMode:
-        own = _Own()
-        own.entries = mode.enter_stack
-        vars(mode)["_own"] = own
-        mode.__class__ = _SharedFakeMode
-    return mode
-
-
 def as_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a fake tensor of a mode like a tensor with data."""
-    fake: torch.Tensor = mode.from_tensor(tensor)
-    return fake
+    """Returns a fake tensor of a mode like another tensor, also in a thread that has not entered the mode.
+
+    The mode's own `from_tensor` keeps notes of all tensors, for one thread at a time.
+    """
+    with real_tensors():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, like, torch.device("cpu"))
 
 
 @contextmanager

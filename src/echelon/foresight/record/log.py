@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -106,12 +106,6 @@ class Log:
         """Number of nested calls of compiled code."""
         self.is_inferring = False
         """Whether the program is inside of `torch.inference_mode`."""
-        self.fake_mode: Any = None
-        """Mode of the fake tensors of the program's threads. None before the first thread."""
-        self.lines_of_threads: list[str] = []
-        """First line of a thread of the program that uses the GPU."""
-        self.has_ended = False
-        """Whether the recording has ended."""
         # Now: the program may change it.
         self._folder = os.path.join(os.getcwd(), "")
 

@@ -94,6 +94,8 @@ class Steps:
         self.earlier: list[Order] = []
         """Communication, waits and events before it."""
         self.num_done = 0
+        self.are_done = False
+        """Whether the program is being ended, after its last step."""
         self._num_uncounted = 0
         """Steps that are unlike the ones after them."""
         self._log = log
@@ -294,6 +296,7 @@ class Steps:
         if self.num_done == self._num_steps:
             self._since = time.monotonic()
         if self._has_enough():
+            self.are_done = True
             raise StepsDone
 
     def _has_enough(self) -> bool:
@@ -343,7 +346,7 @@ def steps_noted() -> Iterator[None]:
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         if (recording := recording_here()) is None:
-            refuse_in_thread("an optimizer steps")
+            refuse_in_thread("steps an optimizer")
             return None
         recording.steps.begin(optimizer)
         return recording.steps.with_noted_closure(optimizer, (args, kwargs))
@@ -354,6 +357,7 @@ def steps_noted() -> Iterator[None]:
 
     def counted(asked: Backward) -> AbstractContextManager[None]:
         if (recording := recording_here()) is None:
+            refuse_in_thread("computes a backward")
             return nullcontext()
         recording.steps.backward()
         return recording.log.phases.backward(asked.makes_graph)
