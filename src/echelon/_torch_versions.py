@@ -92,6 +92,7 @@ PRIVATE_NAMES = (
     "torch.nested._internal.nested_tensor.NestedTensor._get_max_seqlen",
     "torch.nested._internal.nested_tensor.NestedTensor._get_min_seqlen",
     "torch.nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle",
+    "torch.nn.parallel.DistributedDataParallel._set_static_graph",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_",
     "torch.nn.utils.clip_grad._get_total_norm",
     "torch.ops.aten.add.Tensor._schema.is_mutable",

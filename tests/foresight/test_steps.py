@@ -4,7 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import echelon
 from echelon.foresight.record import steps
@@ -170,3 +172,35 @@ def test_optimizers_of_single_parameters_step_in_backward():
     trace = record(program, 1)[0]
     assert sum(updates(trace).values()) == 2
     assert not trace.assumptions
+
+
+def of_static_graph(is_static):
+    dist.init_process_group("nccl")
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).to(device)
+    ddp = DistributedDataParallel(model, device_ids=[device.index], static_graph=is_static == "by argument")
+    if is_static == "later":
+        ddp._set_static_graph()
+    optimizer = torch.optim.SGD(ddp.parameters())
+    for _ in range(5):
+        ddp(torch.ones(4096, 2048, device=device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_static", ["by argument", "later"])
+def test_a_static_graph_is_foreseen_from_the_step_on_that_overlaps_its_reductions(is_static):
+    """torch reduces all gradients after the backward in the first two steps."""
+    usual, static = (echelon.foresee(of_static_graph, 2, (each,)) for each in ("", is_static))
+    assert static.step_seconds == pytest.approx(usual.step_seconds, rel=0.01)
+    assert static.assumptions == usual.assumptions
+
+
+def test_a_number_of_steps_is_kept_with_a_static_graph():
+    early = echelon.foresee(of_static_graph, 2, ("by argument",), steps=2)
+    assert any("static graph" in each and "steps=3" in each for each in early.assumptions)
+    later = echelon.foresee(of_static_graph, 2, ("by argument",), steps=3)
+    assert later.step_seconds < early.step_seconds
+    assert not any("static graph" in each for each in later.assumptions)

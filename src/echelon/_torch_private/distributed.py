@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _register_work as register_work
 from torch._C._distributed_c10d import _resolve_process_group, _unregister_all_process_groups
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # public, by its docs
 from torch.distributed.distributed_c10d import GroupName
+from torch.nn.parallel import DistributedDataParallel
 
 from echelon._torch_versions import FSDP2_NAMES, missing
 from echelon.replacements import Replacement
@@ -77,6 +78,11 @@ def chunks_noted(note: Callable[[torch.nn.Module, int], None]) -> list[Replaceme
 def ddp_checks_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
     """Lets DDP compare the shapes of parameters between ranks by a wrapper of its own function in C++."""
     return [Replacement(dist, "_verify_params_across_processes", wrap)]
+
+
+def static_graph_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
+    """Lets DDP take its graph as static by a wrapper of its own method, which `static_graph=True` calls, too."""
+    return [Replacement(DistributedDataParallel, "_set_static_graph", wrap)]
 
 
 def all_gather_into(group: dist.ProcessGroup, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:

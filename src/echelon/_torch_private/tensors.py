@@ -132,6 +132,16 @@ def shortest_of(nested: torch.Tensor) -> int:
     return int(nested._get_min_seqlen())  # type: ignore[attr-defined] # of NestedTensor
 
 
+def as_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a fake tensor of a mode like another tensor, also in a thread that has not entered the mode.
+
+    The mode's own `from_tensor` keeps notes of all tensors, for one thread at a time.
+    """
+    with real_tensors():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, like, torch.device("cpu"))
+
+
 @contextmanager
 def real_tensors() -> Iterator[None]:
     """Inside, no mode of torch is active in this thread, so that new tensors have data."""

@@ -68,7 +68,10 @@ class ForeseeOptions:
     oversubscription: Annotated[float, value("RATIO", "Bandwidth of a host's NICs, divided by that of its uplink.")] = (
         1.0
     )
-    steps: Annotated[int, value("COUNT", "Steps to run; the last one is foreseen, the others warm up.")] = 2
+    steps: Annotated[
+        int | None,
+        value("COUNT", "Steps to run; the last one is foreseen.  [default: 2, or 3 for a DDP of a static graph]"),
+    ] = None
     until: Annotated[
         str | None, value("FUNCTION", "Function whose return ends a step.  [default: the optimizers' steps]")
     ] = None
@@ -130,7 +133,7 @@ class ForeseeOptions:
             hosts_of(self.num_ranks, _hosts(self.hosts, self.num_ranks), device.per_host)
         if not self.oversubscription >= 1:
             raise LaunchError(f"--oversubscription {self.oversubscription:g}: give a ratio of at least 1")
-        if self.steps < 1:
+        if self.steps is not None and self.steps < 1:
             raise LaunchError(f"--steps {self.steps}: give at least 1")
         if self.tokens is not None and self.tokens < 1:
             raise LaunchError(f"--tokens {self.tokens}: give at least 1")

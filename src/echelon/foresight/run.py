@@ -370,7 +370,7 @@ def foresee(
     network: Network | str = "infiniband-400g",
     rails: int = 0,
     oversubscription: float = 1.0,
-    steps: int = 2,
+    steps: int | None = None,
     seed: int = 0,
     allow_writes: bool = False,
     until: str | None = None,
@@ -397,6 +397,7 @@ def foresee(
             network.
         oversubscription: bandwidth of a host's NICs, divided by that of its uplink, at least 1. 2: the uplink has half.
         steps: steps to run. The last one is foreseen, the others warm up. A step ends when all optimizers have stepped.
+            None: 2, and 3 with a DDP whose graph is static, which overlaps nothing before.
         seed: seed of the random ranks that confirm a role.
         allow_writes: whether the program may write files.
         until: function of the program whose return ends a step, as "train_step" or "train.Trainer.step". None:
@@ -412,7 +413,7 @@ def foresee(
     """
     check_world_size(world_size)
     call = rank_call(fn, args)
-    if not is_count(steps, 1):
+    if steps is not None and not is_count(steps, 1):
         raise LaunchError(f"steps={steps!r}: give a whole number, at least 1")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise LaunchError(f"seed={shown(seed)}: give a whole number")
@@ -436,7 +437,8 @@ def foresee(
         call=call,
         hosts=tuple(map(cluster.host_of, range(world_size))),
         # DDP rebuilds its buckets in the second step, which a timed step does not do.
-        steps=max(steps, 3) if is_here else steps,
+        steps=max(steps or 2, 3) if is_here else steps or 2,
+        may_add_steps=steps is None,
         gpu=_facts_of(device),
         allow_writes=allow_writes,
         until=until or "",

@@ -469,15 +469,7 @@ def _interrupt(tasks: Sequence[Task], running: Task | None) -> None:
         task.is_cancelled = True
     # The running task may be computing in the program, so only an asynchronous exception reaches it.
     if running is not None and running.thread.ident is not None:
-        _raise_in(running.thread.ident)
-        # It may sleep in a lock for ever. Until some thread takes such an exception, each function of a profiled thread
-        # waits for that, in Python 3.11. The other thread still gets its own when it goes on.
-        try:
-            _raise_in(threading.get_ident())
-            while True:
-                pass
-        except Ended:
-            pass
+        raise_in([running.thread.ident], Ended)
     for task in tasks:
         with contextlib.suppress(RuntimeError):  # in the middle of a hand-over a gate is open already
             task.gate.release()
@@ -486,9 +478,24 @@ def _interrupt(tasks: Sequence[Task], running: Task | None) -> None:
         task.thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _raise_in(thread: int) -> None:
-    """Raises Ended in a thread, by its number, at its next instruction in Python."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Ended))
+def raise_in(threads: Sequence[int], error: type[BaseException]) -> None:
+    """Raises an exception in other threads, by their numbers, each at its next instruction in Python."""
+    for each in threads:
+        _raise_in(each, error)
+    if not threads:
+        return
+    # They may sleep in a lock for ever. Until some thread takes such an exception, each function of a profiled thread
+    # waits for that, in Python 3.11. The other threads still get their own when they go on.
+    try:
+        _raise_in(get_ident(), Ended)
+        while True:
+            pass
+    except Ended:
+        pass
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 def _unexplained(tasks: Sequence[Task]) -> EchelonError:

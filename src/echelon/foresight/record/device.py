@@ -26,6 +26,7 @@ from echelon.foresight.record.placement import FACTORIES, HOST, MOVES, is_gpu, i
 from echelon.foresight.record.recurrent import GATES, pack_padded, pad_packed, recurrent, with_batch_sizes
 from echelon.foresight.record.refusals import unknown_result
 from echelon.foresight.record.signals import inverse_transform
+from echelon.foresight.record.writer import writer
 from echelon.foresight.trace import HostWait
 from echelon.wording import counted
 
@@ -85,7 +86,7 @@ class OnDevice(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":  # half of all calls
-            return _attribute(func, args[0]) if func.__self__ in _OF_DEVICE else func(*args)
+            return _attribute(func, args[0]) if func.__self__ in OF_DEVICE else func(*args)
         kwargs = kwargs or {}
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": torch.device(_CUDA, kwargs["device"])}
@@ -139,19 +140,22 @@ def device_said(tensor: Any, depth: int) -> torch.device | None:
         tensor: the tensor.
         depth: number of frames between this call and the one that asks.
     """
-    if (recording := recording_here()) is None or (placement := recording.placement) is None:
-        return None
-    return placement.device_of(tensor) if asked_by_program(depth + 1) else None
+    recording = recording_here()
+    if recording is not None and (placement := recording.placement) is not None:
+        return placement.device_of(tensor) if asked_by_program(depth + 1) else None
+    if recording is None and (recording := writer()) is not None and (placement := recording.placement) is not None:
+        return placement.device_in_thread(tensor) if asked_by_program(depth + 1) else None
+    return None
 
 
 def _attribute(func: Any, tensor: Any) -> Any:
     """Returns an attribute of a tensor that depends on its device."""
     # Frames between: this function and the mode.
     device = device_said(tensor, 3)
-    return func(tensor) if device is None else _OF_DEVICE[func.__self__](device)
+    return func(tensor) if device is None else OF_DEVICE[func.__self__](device)
 
 
-_OF_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
+OF_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
     Tensor.device: lambda device: device,
     Tensor.is_cuda: lambda _: True,
     Tensor.is_cpu: lambda _: False,
@@ -179,8 +183,11 @@ def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         ]
         goals += [HOST] * (name == "cpu")
         if goals:  # not if the dtype alone changes
+            non_blocking = _non_blocking(args, kwargs)
+            if any(map(is_gpu, goals)):
+                out = placement.of_thread(recording.threads, out, non_blocking)
             # Frames between: this function and the mode.
-            return placement.moved(args[0], out, goals, _non_blocking(args, kwargs), depth=3)
+            return placement.moved(args[0], out, goals, non_blocking, depth=3)
     elif (is_pinned := bool(kwargs.get("pin_memory", False))) or is_host(device):
         placement.made_on_host(out, is_pinned, depth=3)
     elif device is None:
@@ -226,7 +233,9 @@ def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             mapped(each)
     if (recording := recording_here()) is not None and recording.placement is not None:
         recording.log.gpus.name()
-        return recording.placement.moved(args[0], args[0], [_CUDA], _non_blocking(args, kwargs))
+        non_blocking = _non_blocking(args, kwargs)
+        tensor = recording.placement.of_thread(recording.threads, args[0], non_blocking)
+        return recording.placement.moved(tensor, tensor, [_CUDA], non_blocking)
     return args[0]
 
 

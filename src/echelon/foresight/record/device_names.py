@@ -49,6 +49,7 @@ from echelon.foresight.record.gpu_names import Gpu, gpu_names, set_device
 from echelon.foresight.record.here import Recording, in_ranks, recording_here
 from echelon.foresight.record.norms import norms_as_on_gpu
 from echelon.foresight.record.placement import is_gpu
+from echelon.foresight.record.writer import writer
 from echelon.replacements import Replacement, replaced, replaced_in
 
 
@@ -225,7 +226,12 @@ def _said(original: Any) -> property:
     own = original.fget
 
     def device(tensor: Any) -> torch.device:
-        return own(tensor) if (said := device_said(tensor, 2)) is None else said
+        if (said := device_said(tensor, 2)) is not None:
+            return said
+        # In a thread of the program, the mode's own answer would depend on the present kernel of the rank.
+        is_of_rank = recording_here() is not None or writer() is None
+        found: torch.device = own(tensor) if is_of_rank else tensor.fake_device
+        return found
 
     return property(device, original.fset)
 

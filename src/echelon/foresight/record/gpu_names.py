@@ -17,6 +17,7 @@ from echelon.foresight.record import streams
 from echelon.foresight.record.callers import asked_by_program
 from echelon.foresight.record.device import check_gpu, mapped
 from echelon.foresight.record.here import Recording, recording_here
+from echelon.foresight.record.writer import writer
 
 
 class Gpu(NamedTuple):
@@ -274,7 +275,7 @@ def _accelerator_names(gpu: Gpu) -> dict[str, Any]:
 
 
 def _device_count() -> int:
-    recording = recording_here()
+    recording = writer()  # also in a thread of the program
     return 0 if recording is None else recording.log.gpus.count
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from echelon.foresight.record.placement import Placement
     from echelon.foresight.record.repeats import Repeats
     from echelon.foresight.record.steps import Steps
+    from echelon.foresight.record.threads import Threads
 
 Traffic: TypeAlias = tuple[tuple[int, int], ...]
 """(storage, bytes) of each tensor that a kernel reads or writes."""
@@ -38,6 +39,8 @@ class Recording(NamedTuple):
     """Known devices of the tensors. None: the host has no GPUs."""
     repeats: Repeats | None = None
     """Microbatches that may be repeated. None: all of them run."""
+    threads: Threads | None = None
+    """Threads that the program starts. None: they run as they are."""
 
     def kernel(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 
 import torch
 
@@ -54,6 +55,9 @@ class Memory:
         self.making: int | None = None
         """Line whose new storages are on the host. None: they are on the GPU."""
         self._log = log
+        self._thread = get_ident()
+        self._died_elsewhere: list[int] = []
+        """Storages whose last user was another thread, and whose end is no entry yet."""
         # By address, with a reference that keeps the callback alive.
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
@@ -193,6 +197,8 @@ class Memory:
     def _allocate(self, number: int, num_bytes: int) -> None:
         # PyTorch's allocator gives no block for 0 bytes.
         if num_bytes:
+            while self._died_elsewhere:
+                self._free(self._died_elsewhere.pop())
             log = self._log
             is_on_host = number in self.on_host
             place, module = log.place(), log.module()
@@ -209,7 +215,10 @@ class Memory:
             del self._known[address]
         self.on_gpu.discard(number)
         self.on_host.pop(number, None)
-        self._free(number)
+        if get_ident() == self._thread:
+            self._free(number)
+        else:
+            self._died_elsewhere.append(number)
 
     def _kind(self) -> MemoryKind:
         if self._log.phases.is_in_optimizer:

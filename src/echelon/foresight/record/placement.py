@@ -14,17 +14,20 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from echelon._torch_private.tensors import FakeTensor, local_part, without_functions
+from echelon._torch_private.tensors import FakeTensor, as_fake, local_part, without_functions
 from echelon.call_site import is_foreign
 from echelon.foresight.record.callers import calling_file, is_of_torch
 from echelon.foresight.record.copies import Copies
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
+
+if TYPE_CHECKING:
+    from echelon.foresight.record.threads import Threads
 
 FACTORIES = frozenset(
     {
@@ -167,6 +170,21 @@ class Placement:
             return None
         gpu = self.gpu
         return gpu if is_known else self._unsure
+
+    def device_in_thread(self, tensor: object) -> torch.device | None:
+        """Returns the device on which a thread of the program finds a fake tensor. None: the host."""
+        return None if self._memory.number_inside(tensor) in self._memory.on_host else self.gpu
+
+    def of_thread(self, threads: Threads | None, tensor: Any, non_blocking: bool) -> Any:
+        """Returns a fake tensor of the host in place of a real one, which a thread of the program has made."""
+        if threads is None or not threads.have_started or type(tensor) not in _WITH_VALUES:
+            return tensor
+        fake = as_fake(threads.mode, tensor)
+        with without_functions():
+            self._memory.leave_gpu(fake, self._log.place())
+            if non_blocking:  # no note says so, but this is how a program moves a pinned tensor
+                self._memory.fix(self._memory.known(fake), is_pinned=True)
+        return fake
 
     def goal_of(self, tensor: Tensor) -> Any:
         """Returns the goal of a move to the device of a tensor. None: it is unknown."""

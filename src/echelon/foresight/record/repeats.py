@@ -159,7 +159,7 @@ class Repeats:
         """Calls that did not run."""
         self._log = log
         self._memory = memory
-        self._num_left = num_steps
+        self.num_left = num_steps
         self._depth = 0
         self._passes: list[_Pass] = []
         self._known: dict[Hashable, _Known] = {}
@@ -191,8 +191,8 @@ class Repeats:
         Raises:
             NotRepeated: the last microbatch of the last step has not run, or a repeated call has had no backward pass.
         """
-        self._num_left -= counts
-        is_last = counts and not self._num_left
+        self.num_left -= counts
+        is_last = counts and not self.num_left
         differs = any(self._counts[each] != self._expected.get(each) for each in self._was_repeated)
         if self._num_open or (is_last and differs):
             raise NotRepeated
@@ -226,8 +226,8 @@ class Repeats:
     def _may_repeat(self, module: nn.Module) -> bool:
         number, expected = self._counts[id(module)], self._expected.get(id(module))
         if expected is None:  # in a warm-up step, which is not kept
-            return self._num_left > 1
-        return number < expected and (number > 2 or self._num_left > 1)
+            return self.num_left > 1
+        return number < expected and (number > 2 or self.num_left > 1)
 
     # Facts
 

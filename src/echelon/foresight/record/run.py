@@ -49,6 +49,7 @@ from echelon.foresight.record.repeats import NotRepeated, Repeats, can_repeat, m
 from echelon.foresight.record.routing import Routing
 from echelon.foresight.record.saved import Saved
 from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
+from echelon.foresight.record.threads import Threads, threads_of_ranks
 from echelon.foresight.record.until import Until
 from echelon.foresight.record.writes import no_writes
 from echelon.foresight.trace import Message, Trace
@@ -57,6 +58,7 @@ from echelon.interop.torch_distributed import make_group
 from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
 from echelon.replacements import replaced
+from echelon.simulation import watchdog
 from echelon.simulation.deadlock import explain
 from echelon.simulation.failures import Failures
 from echelon.simulation.process.shared import SharedProcess, only_simulation
@@ -91,6 +93,8 @@ class Request(NamedTuple):
     """Number of each rank's host."""
     steps: int = 2
     """Steps to run. The last one is recorded."""
+    may_add_steps: bool = False
+    """Whether more steps may run if the last one would be unlike later ones."""
     gpu: Gpu | None = Gpu()
     """Facts that the program may ask for. None: its hosts have no GPUs."""
     allow_writes: bool = False
@@ -176,7 +180,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
             device_names(max(Counter(request.hosts).values()), request.gpu),
             steps_noted(),
             no_writes(run.saved, allow_files=request.allow_writes),
-            replaced([*not_compiled(), *exported_unrecorded(), *not_pickled()]),
+            replaced([*not_compiled(), *exported_unrecorded(), *not_pickled(), *threads_of_ranks()]),
             replaced([] if request.full or not can_repeat() else microbatches_repeated()),
         ):
             return run.run()
@@ -216,6 +220,9 @@ class _Run:
         self._exchange = Exchange(self._start, self._started.__contains__)
         self.saved = Saved()
         self._num_left = 0
+        self._recordings: dict[int, Recording] = {}
+        """Of ranks that run now."""
+        self._dog = watchdog.Watchdog(watchdog.PATIENCE)
         self._may_fork = not has_device_threads()
         self._in_children: set[int] = set()
         """Ranks that were recorded in child processes."""
@@ -265,12 +272,37 @@ class _Run:
         self._world.scheduler.begin_anew()
         for rank in ranks:
             self._start(rank)
-        self._world.scheduler.run()
+        if self._request.timing is None:  # ranks that are timed wait for each other
+            self._dog = watchdog.Watchdog(watchdog.PATIENCE)
+            self._world.scheduler.watch = self._watch
+        try:
+            self._world.scheduler.run()
+        finally:
+            for each in self._recordings.values():  # of ranks that wait for ever
+                if each.threads is not None:
+                    each.threads.end()
+            self._recordings.clear()
         if error := self._error():
             raise error
         # The collector does not look at objects of these ranks again: otherwise it takes longer with each rank.
         gc.collect()
         gc.freeze()
+
+    def _watch(self, running: Task | None) -> EchelonError | None:
+        """Returns the error that ends the recording of a rank which waits for a thread for ever. None if it may not."""
+        if self.process.calls.thread_error:
+            return self.process.calls.thread_error
+        if (blocked := self._dog.look(running)) is None:
+            return None
+        recording = self._recordings.get(blocked.task.rank)
+        if recording is None or (threads := recording.threads) is None:
+            return None
+        if threads.has_ended or not recording.steps.are_done:
+            return threads.never_woken(blocked.task.rank, blocked.task.ident)
+        # The program is ended early, perhaps while a thread waits for a place in a queue.
+        threads.leave()
+        self._dog = watchdog.Watchdog(watchdog.PATIENCE)
+        return None
 
     # In children
 
@@ -350,9 +382,12 @@ class _Run:
         # Calls are compared with those of real tensors, where all microbatches run.
         if can_repeat() and not request.full and not request.keeps_calls and request.timing is None:
             repeats = Repeats(log, memory, request.steps)
-        steps = Steps(log, memory, request.steps, not request.until, request.timing, repeats)
+        steps = Steps(
+            log, memory, request.steps, not request.until, request.timing, repeats, may_add_steps=request.may_add_steps
+        )
         placement = None if request.gpu is None or request.timing is not None else Placement(log, memory)
-        return Recording(rank, log, memory, routing, steps, placement, repeats)
+        threads = Threads(self.process.calls.fail) if request.timing is None else None
+        return Recording(rank, log, memory, routing, steps, placement, repeats, threads)
 
     def _run_rank(self, rank: int) -> None:
         """Runs the program on a rank, in the rank's thread, and keeps its trace."""
@@ -364,9 +399,11 @@ class _Run:
             recording = self._recording(rank)
             until = Until(self._request.until) if self._request.until else None
             with provide(group), self.process.torch.rank(group), recorded(recording), ExitStack() as stack:
+                self._recordings[rank] = recording
                 self._enter_modes(recording, stack)
                 self._run_program(group, recording.steps, until)
                 self.process.calls.at_exit(rank)
+            self._end_threads(recording)
             if until and not recording.steps.num_done:
                 raise until.missing(rank)
             self._keep(recording)
@@ -381,6 +418,16 @@ class _Run:
             self._num_left -= 1
             if self._num_left == 0:
                 self._end_others()
+
+    def _end_threads(self, recording: Recording) -> None:
+        """Ends the threads of a rank, and notes that they took no time."""
+        del self._recordings[recording.rank]
+        if (threads := recording.threads) is not None:
+            threads.end()
+            if threads.line:
+                recording.log.assumptions.of(
+                    f"kernels and copies in threads of the program take no time, as those at {threads.line}"
+                )
 
     def _prepare_thread(self) -> None:
         torch.set_num_threads(1)  # as simulated ranks, which share a core
@@ -404,7 +451,9 @@ class _Run:
             return
         Modules(recording.log, recording.placement).watch()
         stack.enter_context(taking_fake_tensors())
-        stack.enter_context(recorded_tensors())
+        mode = stack.enter_context(recorded_tensors())
+        if recording.threads is not None:
+            recording.threads.mode = mode
         stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
         stack.enter_context(Recorder(recording))
 

@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from echelon._torch_private.autograd import Backward, backward_with, is_in_backward
+from echelon._torch_private.distributed import static_graph_by
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import calling_file
 from echelon.foresight.record.here import Recording, in_ranks, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.threads import refuse_in_thread
 from echelon.foresight.trace import Allocate, Entry, Order, Trace
 from echelon.pipeline.stage.stage import Stage
 from echelon.replacements import Replacement, replaced
@@ -35,6 +37,8 @@ _MOST_OF_OTHERS = 20_000
 """The same for a program that has made no optimizer, which may end by itself, and for schedules of pipelines."""
 MOST_ROUNDS = 16
 """Rounds for which an optimizer is waited for. A WGAN has 5 of its critic, and MAML 10, and each round is recorded."""
+_OF_STATIC_GRAPH = 3
+"""First typical step of a DDP with a static graph: in the two before it, it reduces gradients after the backward."""
 _CALLERS = tuple(os.path.join("torch", *parts) for parts in (("autograd", "__init__.py"), ("_tensor.py",)))
 """Files of torch between a backward and the code that calls it."""
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -79,6 +83,7 @@ class Steps:
         by_optimizers: bool = True,
         timing: Timing | None = None,
         repeats: Repeats | None = None,
+        may_add_steps: bool = False,
     ) -> None:
         self.entries: Sequence[Entry] | None = None
         """Entries of the last step that has ended. None before the first end."""
@@ -89,11 +94,15 @@ class Steps:
         self.earlier: list[Order] = []
         """Communication, waits and events before it."""
         self.num_done = 0
+        self.are_done = False
+        """Whether the program is being ended, after its last step."""
         self._num_uncounted = 0
         """Steps that are unlike the ones after them."""
         self._log = log
         self._memory = memory
         self._num_steps = num_steps
+        self._may_add_steps = may_add_steps
+        """Whether more steps may run if the last one would be unlike later ones."""
         self._timing = timing
         self._repeats = repeats
         self._since = 0.0
@@ -121,6 +130,21 @@ class Steps:
     def made(self, optimizer: Optimizer) -> None:
         """Notes a new optimizer."""
         self._made[optimizer] = self._log.line()
+
+    def made_static(self) -> None:
+        """Notes that a DDP takes its graph as static: its first steps are unlike later ones."""
+        added = self.num_done + _OF_STATIC_GRAPH - self._num_steps
+        if added <= 0 or self._timing is not None:
+            return
+        if not self._may_add_steps:
+            self._log.assume(
+                "a DDP with a static graph overlaps no reduction with its first two backwards (typical with "
+                f"steps={self._num_steps + added}, or without a number of steps)"
+            )
+            return
+        self._num_steps += added
+        if self._repeats is not None:
+            self._repeats.num_left += added
 
     def begin(self, optimizer: Optimizer) -> None:
         """Notes the call of an optimizer's `step`."""
@@ -272,6 +296,7 @@ class Steps:
         if self.num_done == self._num_steps:
             self._since = time.monotonic()
         if self._has_enough():
+            self.are_done = True
             raise StepsDone
 
     def _has_enough(self) -> bool:
@@ -321,6 +346,7 @@ def steps_noted() -> Iterator[None]:
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         if (recording := recording_here()) is None:
+            refuse_in_thread("steps an optimizer")
             return None
         recording.steps.begin(optimizer)
         return recording.steps.with_noted_closure(optimizer, (args, kwargs))
@@ -331,6 +357,7 @@ def steps_noted() -> Iterator[None]:
 
     def counted(asked: Backward) -> AbstractContextManager[None]:
         if (recording := recording_here()) is None:
+            refuse_in_thread("computes a backward")
             return nullcontext()
         recording.steps.backward()
         return recording.log.phases.backward(asked.makes_graph)
@@ -341,6 +368,7 @@ def steps_noted() -> Iterator[None]:
             [
                 Replacement(Optimizer, "__init__", in_ranks(_make)),
                 Replacement(Stage, "recompute", in_ranks(_recompute)),
+                *static_graph_by(in_ranks(_make_static)),
                 *backward_with(counted),
             ]
         ):
@@ -353,6 +381,11 @@ def steps_noted() -> Iterator[None]:
 def _make(recording: Recording, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     original(optimizer, *args, **kwargs)
     recording.steps.made(optimizer)
+
+
+def _make_static(recording: Recording, original: Callable[..., None], ddp: Any) -> None:
+    original(ddp)
+    recording.steps.made_static()
 
 
 def _recompute(recording: Recording, original: Callable[..., None], stage: Stage, *args: Any, **kwargs: Any) -> None:

@@ -169,9 +169,13 @@ class ProcessCalls:
     def _on_thread_error(self, previous: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
         # Python would go on. Here the thread's call works, or would, on real ranks.
         if isinstance(raised.exc_value, UnsupportedOp):
-            self.thread_error = self.thread_error or raised.exc_value
+            self.fail(raised.exc_value)
         else:
             previous(raised)
+
+    def fail(self, error: UnsupportedOp) -> None:
+        """Ends the simulation with the refusal of a call in a thread of the program's own. The first one counts."""
+        self.thread_error = self.thread_error or error
 
     def _here(self) -> int:
         rank = self._rank_here()
