@@ -1,7 +1,7 @@
 """RMSNorm and dropout of recorded ranks: one kernel each way, as torch has on a GPU."""
 
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -186,14 +186,22 @@ def test_outside_of_recorded_ranks_it_computes():
         return y.detach(), z.detach(), x.grad
 
     expected, during = results(), []
+    is_recording, has_computed = Event(), Event()
+
+    def beside():
+        is_recording.wait()
+        during.append(results())
+        has_computed.set()
 
     def program():
         normed()
-        thread = Thread(target=lambda: during.append(results()))
-        thread.start()
-        thread.join()
+        is_recording.set()
+        has_computed.wait(60)
 
+    thread = Thread(target=beside)
+    thread.start()
     record(program, 1)
+    thread.join()
     for found in (*during, results()):
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert during

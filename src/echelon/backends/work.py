@@ -247,6 +247,9 @@ class Work(Generic[T]):
         if self.has_ended:
             end_with(flight, self._result, self._error)
 
+    def uses(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes the tensors of the operation, which must not change before it begins. Simulated ranks check that."""
+
     def overwrites(self, tensors: Sequence[torch.Tensor]) -> None:
         """Counts these tensors as overwritten for autograd at the end of the operation.
 

@@ -338,6 +338,7 @@ class CollectiveRunner:
         except BaseException:
             self.under_way.discard(record.sequence)
             raise
+        work.uses(changes if tensor is None else (tensor, *changes))
         work.overwrites(changes)
         if aside is not None:
             work.when_taken(aside.join)

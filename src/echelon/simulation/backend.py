@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from echelon.errors import Failure, PeerFailed, Timeout
 from echelon.operation_records import FlightRecorder
 from echelon.simulation.boundary import SEND, Activity, Boundary, FromAny, VirtualWork
 from echelon.simulation.scheduler import Ended, Task
-from echelon.simulation.world import World, is_plain
+from echelon.simulation.world import World, have_equal_bits, is_plain
 
 T = TypeVar("T")
 
@@ -181,25 +181,38 @@ class VirtualMessages(Messages):
 class _LaneWork(VirtualWork[T]):
     """Operation of a lane."""
 
-    __slots__ = ("_lanes",)
+    __slots__ = ("_lanes", "copies")
 
     def __init__(self, lanes: VirtualLanes, boundary: Boundary, description: str, timeout: float, rank: int) -> None:
         super().__init__(boundary, description, timeout, rank, description, None)
         self._lanes = lanes
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Its tensors, and copies of them from the time of the call, if they are compared."""
 
     def ends_within(self, seconds: float) -> bool:
         """Blocks until the operation ends; see `Work.ends_within`. A lane's own task runs its queue meanwhile."""
         self._lanes.run_own_queue(self)
         return super().ends_within(seconds)
 
+    def uses(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies the tensors with `late_sends`, so that they are compared when the operation begins."""
+        self._lanes.copy(self, tensors)
+
 
 class _Lane:
     """Queue of a rank's asynchronous operations, which run in order in one task."""
 
     def __init__(self) -> None:
-        self.jobs: deque[tuple[Callable[[], object], VirtualWork[object], Place | None]] = deque()
-        self.last: VirtualWork[object] | None = None
+        self.jobs: deque[tuple[Callable[[], object], _LaneWork[object], Place | None]] = deque()
+        self.under_way: list[_LaneWork[object]] = []
+        """Operations that have begun and not ended: several if one waits for later ones."""
+        self.last: _LaneWork[object] | None = None
         self.task: Task | None = None
+
+    @property
+    def not_ended(self) -> list[_LaneWork[object]]:
+        """Operations that have not ended."""
+        return [*self.under_way, *(work for _, work, _ in self.jobs)]
 
 
 class VirtualLanes(Lanes):
@@ -236,6 +249,27 @@ class VirtualLanes(Lanes):
         """Returns a Work that the caller completes. A lane's own task that waits for it runs its queue meanwhile."""
         return _LaneWork(self, self._boundary, description, self._timeout, self._control.rank)
 
+    def copy(self, work: _LaneWork[T], tensors: Sequence[torch.Tensor]) -> None:
+        """Copies the tensors of an operation that was just queued, if the simulation has `late_sends`."""
+        if not self._world.late_sends or work.has_ended:
+            return
+        queue = next(each for each in self._lanes.values() if each.last is work)
+        # An operation before this one may change them: in a lane that is its order.
+        before = {_memory(each) for other in queue.not_ended if other is not work for each, _ in other.copies}
+        work.copies = [(each.detach(), each.detach().clone()) for each in tensors if _memory(each) not in before]
+
+    def _begin_late(self, work: _LaneWork[object]) -> None:
+        """Waits until no rank can go on otherwise. Ends the simulation if a tensor has changed since the call."""
+        rank = self._control.rank
+        last: VirtualWork[None] = VirtualWork(self._boundary, work.description, self._timeout, rank, "", None)
+        clock = self._scheduler.clock
+        clock.at(clock.now, last.complete, clock.draw() + 1)  # all other draws are below 1
+        self._boundary.drive(last, None)
+        # A rank whose group has failed waits for its operations no longer.
+        has_failed = self._world.mailboxes[rank].failures.has_any
+        if not has_failed and not all(have_equal_bits(*each) for each in work.copies):
+            self._world.fail_changed(rank, work.description)
+
     def run_own_queue(self, work: VirtualWork[T]) -> None:
         """Runs the queue of the lane whose task calls, until `work` has ended. Does nothing for other tasks.
 
@@ -258,9 +292,12 @@ class VirtualLanes(Lanes):
         """Runs the first operation of a lane's queue, in the lane's task."""
         task = self._scheduler.current()
         function, work, task.origin = queue.jobs.popleft()
+        queue.under_way.append(work)
         self._boundary.leave(task)
         result, error = None, None
         try:
+            if work.copies:
+                self._begin_late(work)
             with self._world.memory_meter(self._control.rank):
                 result = function()
         except Ended:
@@ -268,6 +305,7 @@ class VirtualLanes(Lanes):
         except BaseException as raised:
             error = raised
         self._boundary.enter()
+        queue.under_way.remove(work)
         work.complete(result, error)
         # The end of a task's operation is no event, after which the clock would wake them.
         self._scheduler.clock.wake_pollers()
@@ -281,6 +319,11 @@ class VirtualLanes(Lanes):
     def forget(self) -> None:
         """Drops all operations, after the end of the simulation."""
         self._lanes.clear()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class VirtualBackend(Backend):

@@ -76,7 +76,7 @@ class _Departure:
 
     def check(self) -> None:
         """Ends the simulation if the tensor has changed since its send, unless that send was given up."""
-        if _have_equal_bits(self.original, self.sent):
+        if have_equal_bits(self.original, self.sent):
             return
         # A killed rank, or a group that has failed, waits for its sends no longer.
         src = self.task.rank
@@ -374,14 +374,20 @@ class World:
 
     def fail_overwritten(self, sender: Task, place: Place | None, dst: int, what: str) -> None:
         """Ends the simulation with the error for a tensor that was changed during its send. The first one counts."""
+        # A lane has no line of the program but the one that began it.
+        line = source_of(place) or source_of(sender.origin)
+        self._fail_changed(
+            f"rank {sender.rank} changed a tensor before its send to rank {dst} was done, at "
+            f"{self.clock.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
+        )
+
+    def fail_changed(self, rank: int, what: str) -> None:
+        """Ends the simulation with the error for a tensor that was changed before its collective began."""
+        self._fail_changed(f"rank {rank} changed a tensor before {what} had begun: wait for its Work first")
+
+    def _fail_changed(self, text: str) -> None:
         if self.overwritten is None:
-            line = source_of(place) or source_of(
-                sender.origin
-            )  # a lane has no line of the program but the one that began it
-            self.overwritten = UnsupportedOp(
-                f"rank {sender.rank} changed a tensor before its send to rank {dst} was done, at "
-                f"{self.clock.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
-            )
+            self.overwritten = UnsupportedOp(text)
             self.scheduler.fail(self.overwritten)
 
     def fault_notes(self) -> tuple[str, ...]:
@@ -406,7 +412,8 @@ class World:
 
 
 # By bits, because NaN equals nothing.
-def _have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same bytes."""
     return torch.equal(as_bytes(one), as_bytes(other))
 
 

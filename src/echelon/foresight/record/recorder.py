@@ -77,6 +77,8 @@ _DEVICE_OF = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 _NUMBERED = frozenset({torch.device("cpu", 0)})
 """Devices that a real tensor says to be on the CPU. A fake one would keep the number, and differ from other tensors."""
+_OWN_KERNELS = frozenset({"_fused_rms_norm"})
+"""Composite operators that are called as one kernel, see `fused`."""
 _INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
 _OWN_ON_HOST = tuple(
     os.path.join(os.sep, "echelon", *parts)
@@ -140,7 +142,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "device": _CPU}
         inputs = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
         facts = operator(func)
-        if facts.is_composite and facts.role != "collective":
+        if facts.is_composite and facts.role != "collective" and facts.name not in _OWN_KERNELS:
             with self:  # a mode is off while it handles an operator
                 return func.decompose(*args, **kwargs)
         operation = Operation(func, facts, inputs, args, kwargs)
