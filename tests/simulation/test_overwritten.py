@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import echelon
 from echelon.collectives.calls import run as interpreter
@@ -156,3 +157,79 @@ def test_the_receiver_may_change_what_it_got():
     for seed in range(4):
         echelon.simulate(change_what_came, 2, seed=seed, network=SLOW)
         echelon.simulate(change_what_came, 2, seed=seed, late_sends=True)
+
+
+def reduced(group, ends):
+    """Changes a tensor of an asynchronous collective, once it `ends` by one of several ways."""
+    values = torch.ones(4)
+    work = group.all_reduce(values, async_op=True)
+    if ends == "by a wait":
+        work.wait()
+    elif ends == "by polling":
+        while not work.is_completed():
+            pass
+    elif ends == "by a later one":
+        group.all_reduce(values, async_op=True).wait()
+        values.div_(2)
+    elif ends == "by an answer":
+        group.sendrecv(torch.ones(1), 1 - group.rank, 1 - group.rank)
+    values.mul_(2)
+    return work.wait().tolist()
+
+
+@pytest.mark.parametrize("ends", ["by a wait", "by polling", "by a later one"])
+def test_a_tensor_of_a_collective_that_has_ended_may_be_changed(ends):
+    assert echelon.simulate(reduced, 2, (ends,), late_sends=True).results == [[4.0] * 4] * 2
+
+
+def test_a_tensor_that_is_changed_before_its_collective_begins_is_told_of():
+    """The collective took the changed values in each simulation. On processes it may take either."""
+    what = r"all_reduce\(sum\) of float32\[4\], #1 of group 'world' at .*:\d+"
+    for seed in range(8):
+        with pytest.raises(echelon.UnsupportedOp, match=rf"rank \d changed a tensor before {what} had begun"):
+            echelon.simulate(reduced, 2, ("not",), seed=seed, late_sends=True)
+
+
+def test_an_answer_is_no_end_of_a_collective():
+    """In some orders the collective has ended by then."""
+    with pytest.raises(echelon.UnsupportedOp, match=r"rank \d changed a tensor before"):
+        echelon.explore(reduced, 2, range(8), ("by an answer",), late_sends=True)
+
+
+def reduced_by_torch(is_early):
+    dist.init_process_group("gloo")
+    grads = [torch.ones(3) for _ in range(3)]
+    works = [dist.all_reduce(grad, async_op=True) for grad in grads]
+    if is_early:
+        grads[2].mul_(2)
+    for work in works:
+        work.wait()
+    gathered = [torch.empty(3) for _ in range(2)]
+    dist.all_gather(gathered, grads[0])
+    return gathered[1].tolist()
+
+
+def test_collectives_of_torch_are_compared_as_well():
+    assert echelon.simulate(reduced_by_torch, 2, (False,), late_sends=True).results == [[2.0] * 3] * 2
+    with pytest.raises(echelon.UnsupportedOp, match=r"rank 0 changed a tensor before all_reduce.*, #3 of group"):
+        echelon.simulate(reduced_by_torch, 2, (True,), late_sends=True)
+
+
+def give_up_beside(group):
+    """After the death of rank 2 the others use their tensors again, though collectives have not begun."""
+    values = torch.ones(4)
+    try:
+        while True:
+            work, later = (group.all_reduce(values, async_op=True) for _ in range(2))
+            work.wait()
+            later.wait()
+    except echelon.PeerFailed:
+        values.zero_()
+    return values.sum().item()
+
+
+def test_a_collective_of_a_failed_group_may_be_given_up():
+    for at_op in (1, 2, 5):
+        kill = [echelon.Kill(2, at_op=at_op)]
+        run = echelon.simulate(give_up_beside, 3, faults=kill, late_sends=True)
+        assert run.results == [0.0, 0.0, None]

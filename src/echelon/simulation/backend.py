@@ -256,19 +256,21 @@ class VirtualLanes(Lanes):
         queue = next(each for each in self._lanes.values() if each.last is work)
         # An operation before this one may change them: in a lane that is its order.
         before = {_memory(each) for other in queue.not_ended if other is not work for each, _ in other.copies}
-        work.copies = [(each.detach(), each.detach().clone()) for each in tensors if _memory(each) not in before]
+        # By their places: one that is overwritten is given twice.
+        own = {(each.data_ptr(), each.shape): each.detach() for each in tensors if _memory(each) not in before}
+        work.copies = [(each, each.clone()) for each in own.values()]
 
     def _begin_late(self, work: _LaneWork[object]) -> None:
         """Waits until no rank can go on otherwise. Ends the simulation if a tensor has changed since the call."""
         rank = self._control.rank
-        last: VirtualWork[None] = VirtualWork(self._boundary, work.description, self._timeout, rank, "", None)
+        last: VirtualWork[object] = VirtualWork(self._boundary, work.description, self._timeout, rank, "", None)
         clock = self._scheduler.clock
         clock.at(clock.now, last.complete, clock.draw() + 1)  # all other draws are below 1
         self._boundary.drive(last, None)
         # A rank whose group has failed waits for its operations no longer.
         has_failed = self._world.mailboxes[rank].failures.has_any
         if not has_failed and not all(have_equal_bits(*each) for each in work.copies):
-            self._world.fail_changed(rank, work.description)
+            self._world.fail_changed(rank, str(work.description))
 
     def run_own_queue(self, work: VirtualWork[T]) -> None:
         """Runs the queue of the lane whose task calls, until `work` has ended. Does nothing for other tasks.

@@ -124,7 +124,8 @@ def simulate(
         memory: whether to count the memory of each rank's tensors, which slows down every operation of torch.
         late_sends: whether a send is done as late as it can be without virtual time: once no rank can go on otherwise
             at the time at which its message arrives. A rank that overwrites a tensor before its send is done is then
-            found whenever it does so at that time. Most strict without `network` and `costs`, where all is one time.
+            found whenever it does so at that time. So is one that changes a tensor of an asynchronous collective before
+            that begins, which is as late. Most strict without `network` and `costs`, where all is one time.
         collectives: "whole" plays each collective as one event with the cost of its plan, "messages" plays the messages
             of the plan. Results are the same. So is the virtual time, unless a rank's messages get in each other's way.
             None: "messages" with `faults` or `late_sends`, which act on messages, else "whole".
