@@ -19,10 +19,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_unfreeze = gc.unfreeze
-_unfrozen = []
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Takes torch, the tests and what pytest knows of them from the garbage collector, which would visit them often."""
@@ -32,21 +28,30 @@ def pytest_collection():
     finally:
         gc.collect()
         gc.freeze()
-        gc.unfreeze = lambda: (_unfreeze(), _unfrozen.append(True))
+        # Of a recording of `foresee`. The next collection would visit all objects: 0.3 to 1.5 s.
+        gc.unfreeze = lambda: None
         gc.enable()
 
 
-def pytest_runtest_teardown():
-    """Does so again after a recording of `foresee`, which unfreezes all objects."""
-    if _unfrozen:
-        _unfrozen.clear()
-        gc.freeze()
+_POOL = pytest.StashKey()
+
+
+def new_pool():
+    from tests.helpers.preloaded_pool import PreloadedPool
+
+    return PreloadedPool()
+
+
+def pytest_collection_finish(session):
+    """Begins the imports of the pool's ranks if this process has a share of all tests. They take seconds."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        session.config.stash[_POOL] = new_pool()
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool(request):
     """Real processes as ranks, kept over the whole session."""
-    with echelon.testing.RankPool() as ranks:
+    with request.config.stash.get(_POOL, None) or new_pool() as ranks:
         yield ranks
 
 

@@ -180,7 +180,14 @@ def test_a_terminal_gets_colors_and_progress(tmp_path):
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
-@pytest.mark.parametrize("command", ["env --json", "run -q -n 1 script.py"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan gpipe -r 2 -m 2 --json",
+        pytest.param("env --json", marks=pytest.mark.slow),  # it imports torch
+        "run -q -n 1 script.py",
+    ],
+)
 def test_a_closed_standard_stream_is_no_error(tmp_path, command, closed):
     (tmp_path / "script.py").write_text("print('a line', flush=True)")
     line = f'"{sys.executable}" -m echelon {command} {closed}'

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
-from inspect import CO_OPTIMIZED, currentframe
+from inspect import CO_OPTIMIZED
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -218,10 +218,9 @@ def defaults_without_group() -> list[Replacement]:
 
     def without_group(original: property) -> property:
         def world(cls: object) -> Any:
-            here = currentframe()
-            assert here is not None
-            assert here.f_back is not None
-            frame = here.f_back
+            # Not its own frame: that would refer to itself, and keep all variables of all callers until the next run of
+            # the garbage collector. torch asks for the default group in each pass of a DataLoader.
+            frame = sys._getframe(1)
             is_function = frame.f_code.co_flags & CO_OPTIMIZED  # bodies of modules and classes are not optimised
             if not is_function and frame.f_globals.get("__name__", "").startswith("torch."):
                 return None

@@ -161,6 +161,9 @@ class RankPool:
         workers, self._workers = self._workers, []
         _end(workers, _PATIENCE)
 
+    def _new_worker(self) -> Worker:
+        return Worker()
+
     def _take(self, count: int) -> list[Worker]:
         """Removes `count` workers from the pool, starting new ones if there are too few."""
         if self._closed:
@@ -168,7 +171,7 @@ class RankPool:
         idle, self._workers = self._workers, []
         self._give_back(idle)  # ends the ones that have died since
         while len(self._workers) < count:
-            self._workers.append(Worker())
+            self._workers.append(self._new_worker())
         taken = self._workers[:count]
         del self._workers[:count]
         return taken

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from echelon.launch.report import RankFailure, describe_exit, exit_status
 from echelon.launch.tuned import agreed_table
 from echelon.launch.wrapped import unwrapped
 
+_NEW_INTERPRETER = multiprocessing.get_context("spawn")
 _FAREWELL = b""
 _UNGUARDED = 87
 """Exit status of a worker in which importing the program started further workers."""
@@ -100,9 +102,13 @@ class Worker:
     is_spent: it cannot run another job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context: SpawnContext | ForkServerContext = _NEW_INTERPRETER) -> None:
+        """Starts the process.
+
+        Args:
+            context: way to start it. With a fork server the time of imports is that of the server.
+        """
         leave_if_imported()
-        context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="echelon rank")
         # Ctrl-C reaches all processes of a terminal. One that still imports torch would print where that broke off.
