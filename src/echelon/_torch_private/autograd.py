@@ -111,6 +111,8 @@ class Backward(NamedTuple):
     """Whether it goes to all leaves, and frees the graph."""
     makes_graph: bool
     """Whether gradients of its gradients can be computed, as with `create_graph=True` and in `torch.func.grad`."""
+    roots: Sequence[object]
+    """Tensors, or edges of the graph, from which it goes."""
 
 
 def backward_with(mode: Callable[[Backward], AbstractContextManager[object]]) -> list[Replacement]:
@@ -123,7 +125,7 @@ def backward_with(mode: Callable[[Backward], AbstractContextManager[object]]) ->
         def run(tensors: Any, *args: Any, **options: Any) -> Any:
             # args: gradients, whether the graph is kept, whether one is made, the inputs if not all leaves are meant.
             is_whole = not any(args[1:4]) and bool(options.get("accumulate_grad"))
-            with mode(Backward(is_whole, makes_graph=bool(args[2]))):
+            with mode(Backward(is_whole, makes_graph=bool(args[2]), roots=tensors)):
                 return original(tensors, *args, **options)
 
         return run

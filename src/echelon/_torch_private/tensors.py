@@ -252,7 +252,7 @@ class OperatorFacts(NamedTuple):
     """Arguments that it changes: their positions, or names of arguments that have to be named."""
     may_return_view: bool
     is_composite: bool
-    """Whether torch computes it by other operators, on every device and for autograd."""
+    """Whether torch computes it by other operators, on the CPU and for autograd."""
 
 
 def facts_of(operator: Any) -> OperatorFacts:
@@ -265,7 +265,9 @@ def facts_of(operator: Any) -> OperatorFacts:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     may_return_view = any(each.alias_info is not None for each in schema.returns)
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # Some have kernels beside their formula, such as silu_backward.
+    is_composite = has_kernel(operator.name(), "CompositeImplicitAutograd") and not has_kernel(operator.name(), "CPU")
     return OperatorFacts(namespace, name, schema.overload_name, writes, may_return_view, is_composite)
 
 

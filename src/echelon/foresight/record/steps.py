@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from echelon._torch_private.autograd import Backward, backward_with, is_in_backward
 from echelon._torch_private.distributed import static_graph_by
+from echelon._torch_private.tensors import FakeTensor
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.callers import calling_file
@@ -357,7 +358,8 @@ def steps_noted() -> Iterator[None]:
 
     def counted(asked: Backward) -> AbstractContextManager[None]:
         if (recording := recording_here()) is None:
-            refuse_in_thread("computes a backward")
+            if any(isinstance(each, FakeTensor) for each in asked.roots):
+                refuse_in_thread("computes a backward")
             return nullcontext()
         recording.steps.backward()
         return recording.log.phases.backward(asked.makes_graph)

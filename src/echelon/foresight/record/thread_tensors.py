@@ -78,7 +78,7 @@ class OfThread(TorchFunctionMode):
             return as_fake(self._threads.mode, tensor)
         if name == "is_pinned":
             return False
-        if name == "backward":
+        if name in ("backward", "grad"):  # the second is torch.autograd.grad
             raise self._threads.refused("computes a backward")
         if name in _READS and (name != "__format__" or not tensor.dim()):
             raise self._threads.refused(f"reads values ({name}) of a tensor that has none")
