@@ -1,6 +1,7 @@
 """What ranks run in the tests of this folder. Each function is found by its name in another process."""
 
 import contextvars
+import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +19,10 @@ class Unpicklable(Exception):
 
 def who(group):
     return group.rank, group.world_size
+
+
+def start_method(_):
+    return multiprocessing.get_start_method()
 
 
 def total(group, factor):

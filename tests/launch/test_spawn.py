@@ -1,5 +1,6 @@
 """Each spawn starts processes that import torch, so there are few; what a job does is tested on the pool."""
 
+import multiprocessing
 import os
 import select
 import signal
@@ -113,3 +114,8 @@ def test_a_new_worker_does_not_see_ctrl_c():
     blocked, ignored = (int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigIgn:")))
     assert (blocked | ignored) >> (signal.SIGINT - 1) & 1
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_processes_of_a_rank_start_as_those_of_its_parent(pool):
+    """Each worker of a DataLoader was a new interpreter that imports torch, which took seconds."""
+    assert pool.run(rank_functions.start_method, 2) == [multiprocessing.get_start_method()] * 2

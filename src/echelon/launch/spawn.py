@@ -50,7 +50,8 @@ def spawn(
     `torch.distributed.init_process_group("gloo")` runs unchanged.
 
     Each process starts a new interpreter and imports the module of `fn`, so a script must guard the call with
-    `if __name__ == "__main__":`. Arguments and results are pickled. No process outlives the call.
+    `if __name__ == "__main__":`. Arguments and results are pickled. No process outlives the call. Processes that a rank
+    starts, such as the workers of a DataLoader, start as they would in this one.
 
     Args:
         fn: function at the top level of a module.
@@ -96,7 +97,8 @@ class RankPool:
         """Runs `fn(group, *args)` on `world_size` processes and returns the results in rank order. Blocks meanwhile.
 
         As by `spawn`, a function that does not take the group is called as `fn(*args)`, and the environment says to
-        torch which rank this is. Afterwards a worker's environment is as before the job.
+        torch which rank this is. Afterwards a worker's environment is as before the job. Other state of its process stays
+        for the next one, such as the working directory and torch's default dtype.
 
         Args:
             fn: a function at the top level of a module that the workers can import.

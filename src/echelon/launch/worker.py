@@ -110,7 +110,8 @@ class Worker:
         """
         leave_if_imported()
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), name="echelon rank")
+        method = multiprocessing.get_start_method(allow_none=True)
+        self._process = context.Process(target=_serve, args=(theirs, method), name="echelon rank")
         # Ctrl-C reaches all processes of a terminal. One that still imports torch would print where that broke off.
         resource_tracker.ensure_running()  # by itself, `start` would start it first, and unblock the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -196,7 +197,9 @@ class Worker:
         return Outcome(None, failure, _pickled(LaunchError(_ADVICE)) if code == _UNGUARDED else None)
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, start_method: str | None) -> None:
+    # Of processes that the program starts, as in its parent: with the worker's own a DataLoader's would import torch.
+    multiprocessing.set_start_method(start_method, force=True)
     # A group of its own, with its children, such as the workers of a DataLoader. These look for the death of the rank
     # only when they have imported torch, and would then stay for ever.
     os.setpgid(0, 0)
