@@ -97,8 +97,8 @@ class RankPool:
         """Runs `fn(group, *args)` on `world_size` processes and returns the results in rank order. Blocks meanwhile.
 
         As by `spawn`, a function that does not take the group is called as `fn(*args)`, and the environment says to
-        torch which rank this is. Afterwards a worker's environment is as before the job. Other state of its process stays
-        for the next one, such as the working directory and torch's default dtype.
+        torch which rank this is. Afterwards a worker's environment is as before the job. Other state of its process
+        stays for the next one, such as the working directory and torch's default dtype.
 
         Args:
             fn: a function at the top level of a module that the workers can import.
