@@ -20,6 +20,7 @@ from echelon.backends.control import ControlPlane
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats.wire import Tag
 from echelon.backends.lanes import Lanes
+from echelon.backends.memory import plain
 from echelon.backends.messages import Messages
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
@@ -258,7 +259,7 @@ class VirtualLanes(Lanes):
         before = {_memory(each) for other in queue.not_ended if other is not work for each, _ in other.copies}
         # By their places: one that is overwritten is given twice.
         own = {(each.data_ptr(), each.shape): each.detach() for each in tensors if _memory(each) not in before}
-        work.copies = [(each, each.clone()) for each in own.values()]
+        work.copies = [(each, plain(each).clone()) for each in own.values()]
 
     def _begin_late(self, work: _LaneWork[object]) -> None:
         """Waits until no rank can go on otherwise. Ends the simulation if a tensor has changed since the call."""
@@ -269,7 +270,7 @@ class VirtualLanes(Lanes):
         self._boundary.drive(last, None)
         # A rank whose group has failed waits for its operations no longer.
         has_failed = self._world.mailboxes[rank].failures.has_any
-        if not has_failed and not all(have_equal_bits(*each) for each in work.copies):
+        if not has_failed and not all(have_equal_bits(plain(each), before) for each, before in work.copies):
             self._world.fail_changed(rank, str(work.description))
 
     def run_own_queue(self, work: VirtualWork[T]) -> None:
