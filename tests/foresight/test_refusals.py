@@ -198,6 +198,25 @@ def test_a_shallow_copy_of_a_tensor_shares_its_memory():
     assert foresee(copies, 1).step_seconds > 0
 
 
+def copies_of_state():
+    """A parameter stays one, with its attributes. An optimizer counts its steps in a tensor with data."""
+    model = nn.Linear(4, 4, device=DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.weight.group = "decayed"
+    other = nn.Linear(4, 4)
+    other.weight = copy.copy(model.weight)
+    assert other.weight.group == "decayed"
+    while True:
+        model(on_gpu(2, 4)).sum().backward()
+        optimizer.step()
+        best = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer), copy.deepcopy(torch.get_rng_state())
+        assert best[0]["state"][0]["step"] == optimizer.state_dict()["state"][0]["step"]
+
+
+def test_copies_of_parameters_and_of_the_state_of_an_optimizer():
+    assert foresee(copies_of_state, 1).step_seconds > 0
+
+
 def traces():
     layer = torch.jit.trace(nn.Linear(4, 4, device="cuda"), on_gpu(2, 4))
     layer(on_gpu(8, 4)).sum().backward()

@@ -118,4 +118,6 @@ def test_a_new_worker_does_not_see_ctrl_c():
 
 def test_processes_of_a_rank_start_as_those_of_its_parent(pool):
     """Each worker of a DataLoader was a new interpreter that imports torch, which took seconds."""
-    assert pool.run(rank_functions.start_method, 2) == [multiprocessing.get_start_method()] * 2
+    method = multiprocessing.get_start_method(allow_none=True)
+    assert pool.run(rank_functions.start_method, 2) == [multiprocessing.get_context().get_start_method()] * 2
+    assert multiprocessing.get_start_method(allow_none=True) == method

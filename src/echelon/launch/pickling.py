@@ -47,7 +47,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.dtype in _LOADED_BY_TORCH or value.device.type == "meta":
             return NotImplemented
-        raw = value.detach().reshape(-1).view(torch.uint8)
+        raw = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         return _tensor, (raw, value.dtype, tuple(value.shape), value.requires_grad)
 
 

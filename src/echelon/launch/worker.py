@@ -119,6 +119,9 @@ class Worker:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if method is None:
+            # The start has fixed the default one. This program and later ranks may still choose.
+            multiprocessing.set_start_method(None, force=True)
         # With an open copy here, the connection would not end when the worker dies.
         theirs.close()
         self.pid = self._process.pid or 0

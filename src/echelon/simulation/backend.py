@@ -254,7 +254,9 @@ class VirtualLanes(Lanes):
         """Copies the tensors of an operation that was just queued, if the simulation has `late_sends`."""
         if not self._world.late_sends or work.has_ended:
             return
-        queue = next(each for each in self._lanes.values() if each.last is work)
+        queue = next((each for each in self._lanes.values() if each.last is work), None)
+        if queue is None:  # the lane goes on to a later call
+            return
         # An operation before this one may change them: in a lane that is its order.
         before = {_memory(each) for other in queue.not_ended if other is not work for each, _ in other.copies}
         # By their places: one that is overwritten is given twice.
@@ -309,6 +311,7 @@ class VirtualLanes(Lanes):
             error = raised
         self._boundary.enter()
         queue.under_way.remove(work)
+        work.copies.clear()
         work.complete(result, error)
         # The end of a task's operation is no event, after which the clock would wake them.
         self._scheduler.clock.wake_pollers()

@@ -383,7 +383,10 @@ class World:
 
     def fail_changed(self, rank: int, what: str) -> None:
         """Ends the simulation with the error for a tensor that was changed before its collective began."""
-        self._fail_changed(f"rank {rank} changed a tensor before {what} had begun: wait for its Work first")
+        self._fail_changed(
+            f"rank {rank} changed a tensor before {what} had begun: wait for its Work before you change the tensor or "
+            "pass it to another call"
+        )
 
     def _fail_changed(self, text: str) -> None:
         if self.overwritten is None:

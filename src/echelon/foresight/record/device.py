@@ -73,6 +73,8 @@ class OnHost(TorchFunctionMode):
         read = _ON_HOST.get(name)
         if name in _OF_NUMBERS:
             args = _with_numbers(args)
+        elif name == "__deepcopy__" and not isinstance(args[0], FakeTensor):
+            return _copied_with_values(func, args, {})
         if read is None or not args or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         return read(func, args, kwargs or {})
@@ -421,6 +423,12 @@ def _split_by_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func(tensor, numbers, *others[1:], **kwargs)
 
 
+def _copied_with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies a tensor with data, such as the number of steps of an optimizer, for `copy.deepcopy`."""
+    with real_tensors():
+        return func(*args, **kwargs)
+
+
 # Attention
 
 
@@ -538,6 +546,7 @@ _SPECIAL: dict[str, _Special] = {
     "get_device": _index,
     "pin_memory": _pinned,
     "is_pinned": _is_pinned,
+    "__deepcopy__": _copied_with_values,  # a fake one is read, see above
     # As libraries have it that were imported before. `device_names` replaces it, too.
     "scaled_dot_product_attention": attention,
 }

@@ -91,5 +91,8 @@ def _is_saved() -> bool:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the same memory, as of `copy.copy`."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    """Returns a tensor with the same memory and attributes, as of `copy.copy`. A parameter stays one."""
+    out = tensor.detach().requires_grad_(tensor.requires_grad)
+    own = vars(out)
+    own.update({name: value for name, value in vars(tensor).items() if name not in own})
+    return out

@@ -278,7 +278,7 @@ class _Run:
         try:
             self._world.scheduler.run()
         finally:
-            for each in self._recordings.values():  # of ranks that wait for ever
+            for each in list(self._recordings.values()):  # of ranks that wait for ever
                 if each.threads is not None:
                     each.threads.end()
             self._recordings.clear()
@@ -421,7 +421,7 @@ class _Run:
 
     def _end_threads(self, recording: Recording) -> None:
         """Ends the threads of a rank, and notes that they took no time."""
-        del self._recordings[recording.rank]
+        self._recordings.pop(recording.rank, None)
         if (threads := recording.threads) is not None:
             threads.end()
             if threads.line:
