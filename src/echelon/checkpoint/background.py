@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.checkpoint.folder import SIZE_LIMIT
 from echelon.checkpoint.lock import FileLock, name_of, note, noted
 from echelon.checkpoint.priority import restore
 from echelon.errors import FileError
@@ -44,7 +46,8 @@ class SharedBuffer:
                 self._memory = mmap.mmap(self.fileno, size)
             except OSError as error:
                 self.close()
-                raise FileError(f"no shared memory for {size:,} bytes: {error.strerror}; save with wait=True") from None
+                advice = SIZE_LIMIT if error.errno == errno.EFBIG else "save with wait=True"
+                raise FileError(f"no shared memory for {size:,} bytes: {error.strerror}; {advice}") from None
         return torch.frombuffer(self._memory, dtype=torch.uint8)[:size]
 
     def close(self) -> None:
