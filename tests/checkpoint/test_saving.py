@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 
 import echelon
+from echelon.checkpoint import background
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.fs import Disk, Output
 from echelon.checkpoint.loading import open_checkpoint
@@ -296,6 +297,18 @@ def test_a_limit_on_the_size_of_files_is_named(tmp_path):
         assert line.endswith(
             ": File too large; raise this process's limit on the size of a file, which `ulimit -f` shows"
         )
+
+
+def test_memory_of_a_save_is_freed_when_the_interpreter_ends(monkeypatch):
+    """Modules have lost their names by then: an AttributeError was printed behind the program's own output."""
+    buffer = background.SharedBuffer()
+    buffer.tensor(8)
+    file = buffer.fileno
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "os", None)
+        buffer.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 def test_a_path_that_is_a_file(tmp_path):

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,13 @@ class SharedBuffer:
                 raise FileError(f"no shared memory for {size:,} bytes: {error.strerror}; {advice}") from None
         return torch.frombuffer(self._memory, dtype=torch.uint8)[:size]
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
         """Frees the memory. A process that has inherited it keeps it."""
+        # By default `os.close`, which the module may have lost when the interpreter ends.
         file, self.fileno = self.fileno, -1
         self._memory = None  # unmapped with the last tensor that was made of it
         if file >= 0:
-            os.close(file)
+            close(file)
 
     def __del__(self) -> None:
         self.close()
