@@ -255,7 +255,7 @@ def failure_of(error: BaseException, rank: int) -> PeerFailed:
 
     A rank that timed out has not failed. If it waited for one rank only, that rank is the cause.
     """
-    reason = f"{type(error).__name__}: {message_of(error)}"
+    reason = with_type(error)
     # With several, or none, nobody knows which of them is late.
     if isinstance(error, Timeout) and len(error.ranks) == 1:
         return PeerFailed(error.ranks[0], f"it kept rank {rank} waiting, which gave up: {error}")
@@ -294,6 +294,12 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "<exception str() failed>"  # as in Python's own tracebacks
+
+
+def with_type(error: BaseException) -> str:
+    """Returns the type of an exception and its whole message: "ValueError: no". Its type alone if it has none."""
+    message = message_of(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def summarize(error: BaseException) -> str:

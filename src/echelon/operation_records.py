@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from echelon._native import OBSTACLE, Flights
 from echelon.call_site import OF_FSDP2, Place, kind_of, line_of, place_of_thread, sharded_module
-from echelon.errors import message_of
+from echelon.errors import with_type
 from echelon.purposes import Purpose
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class OperationRecord:
     def end(self, error: BaseException | None = None) -> None:
         """Marks the operation as ended, failed if `error` is given."""
         if error is not None:
-            self.error = f"{type(error).__name__}: {message_of(error)}"
+            self.error = with_type(error)
         self.ended = self._clock()  # last: a reader in another thread that sees the end sees the error too
 
     def record(self) -> FlightRecord:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import shutil
@@ -15,6 +16,7 @@ import safetensors.torch
 import torch
 
 import echelon
+from echelon.checkpoint import background
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.fs import Disk, Output
 from echelon.checkpoint.loading import open_checkpoint
@@ -253,6 +255,60 @@ def test_a_disk_that_is_full_for_one_rank_fails_the_save_on_all(tmp_path):
         assert mine == f"rank 1: {other}"
     assert load(tmp_path)[0] == 1
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-00000001"]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_read_only_disk_is_one_error(tmp_path, monkeypatch):
+    """The lock that could not be opened was then closed, which printed a second traceback."""
+
+    def refuse(path, flags, *args):
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return open_file(path, flags, *args)
+
+    open_file = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(FileError, match=r"cannot use .*: Read-only file system; give a folder on a disk that can be w"):
+        Saver(tmp_path).save(1, state_of({}))
+    gc.collect()
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path):
+    script = """if True:
+        import resource
+        import sys
+
+        import torch
+
+        import echelon
+        from echelon.checkpoint import Store
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        for wait in (True, False):
+            try:
+                Store(sys.argv[1]).save(1, extra={"value": torch.zeros(1 << 16)}, wait=wait)
+            except echelon.FileError as error:
+                print(error)
+    """
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.endswith(
+            ": File too large; raise this process's limit on the size of a file, which `ulimit -f` shows"
+        )
+
+
+def test_memory_of_a_save_is_freed_when_the_interpreter_ends(monkeypatch):
+    """Modules have lost their names by then: an AttributeError was printed behind the program's own output."""
+    buffer = background.SharedBuffer()
+    buffer.tensor(8)
+    file = buffer.fileno
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "os", None)
+        buffer.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 def test_a_path_that_is_a_file(tmp_path):

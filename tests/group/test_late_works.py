@@ -151,6 +151,11 @@ def test_a_rank_that_gives_up_blames_the_one_that_it_waited_for_if_there_is_one(
     assert failure_of(ValueError("bad"), 1).reason == "ValueError: bad"
 
 
+def test_a_failure_without_a_message_is_told_by_its_type_alone():
+    """Ctrl-C in a collective was told as "KeyboardInterrupt: "."""
+    assert failure_of(KeyboardInterrupt(), 1).reason == "KeyboardInterrupt"
+
+
 @pytest.mark.parametrize(("purpose", "waits"), [(Purpose(BACKWARD), True), (Purpose(FORWARD), True), (None, False)])
 def test_a_thread_that_sleeps_in_torchs_ddp_waits_for_its_operations_alone(monkeypatch, purpose, waits):
     """Beside a backward that a GPU computes, one of the program's own goes on."""

@@ -64,6 +64,8 @@ def test_a_rank_that_wrote_nothing_has_no_report(tmp_path):
 
 ADVICE = {
     "Torch not compiled with CUDA enabled": "keep tensors on the CPU, as x.to(group.device) does, or",
+    "Your assigned backend echelon is not available, please use gloo": "call "
+    "torch.distributed.init_process_group('echelon') before, and leave out ddp_backend= or backend=",
     "Distributed package doesn't have NCCL built in": "this build of torch has no NCCL: give init_process_group 'gloo'",
 }
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from echelon.checkpoint.folder import SIZE_LIMIT
 from echelon.checkpoint.lock import FileLock, name_of, note, noted
 from echelon.checkpoint.priority import restore
 from echelon.errors import FileError
@@ -44,15 +47,17 @@ class SharedBuffer:
                 self._memory = mmap.mmap(self.fileno, size)
             except OSError as error:
                 self.close()
-                raise FileError(f"no shared memory for {size:,} bytes: {error.strerror}; save with wait=True") from None
+                advice = SIZE_LIMIT if error.errno == errno.EFBIG else "save with wait=True"
+                raise FileError(f"no shared memory for {size:,} bytes: {error.strerror}; {advice}") from None
         return torch.frombuffer(self._memory, dtype=torch.uint8)[:size]
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
         """Frees the memory. A process that has inherited it keeps it."""
+        # By default `os.close`, which the module may have lost when the interpreter ends.
         file, self.fileno = self.fileno, -1
         self._memory = None  # unmapped with the last tensor that was made of it
         if file >= 0:
-            os.close(file)
+            close(file)
 
     def __del__(self) -> None:
         self.close()

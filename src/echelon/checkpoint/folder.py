@@ -16,6 +16,8 @@ from echelon.checkpoint.fs import Disk, FileSystem
 from echelon.checkpoint.manifest import MAX_MANIFEST, NAME, Manifest, decode, file_name, is_newer
 from echelon.errors import CheckpointError, FileError, InvalidArgument
 
+SIZE_LIMIT = "raise this process's limit on the size of a file, which `ulimit -f` shows"
+"""Advice on a file that is too large."""
 _STEP = re.compile(r"step-(\d{8,18})")
 
 
@@ -270,5 +272,9 @@ def failed_to(act: str, path: str, error: OSError) -> FileError:
     }.get(type(error).__name__, "see to the disk")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "free some space, or keep fewer checkpoints with keep="
+    elif error.errno == errno.EROFS:
+        advice = "give a folder on a disk that can be written"
+    elif error.errno == errno.EFBIG:
+        advice = SIZE_LIMIT
     reason = error.strerror or str(error)
     return FileError(f"cannot {act} {name}: {reason}; {advice}")

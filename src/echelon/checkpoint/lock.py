@@ -45,6 +45,7 @@ class FileLock(Lock):
     def __init__(self, path: str) -> None:
         """Opens the file. The lock is not taken yet."""
         self.path = path
+        self.fileno = -1  # `__del__` also runs after an open that failed, as on a read-only disk
         self.fileno = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         _locks.add(self)
 

@@ -43,6 +43,9 @@ _ON_TORCH = {
     "distributed collective mismatch": "ranks have called different collectives: run the script by echelon "
     "simulate, which names both lines",
     "Unknown backend type echelon": "import echelon.interop.torch_distributed first, which registers it",
+    # Accelerate's words, also for Transformers' TrainingArguments. It knows the backends of its own list.
+    "Your assigned backend echelon is not available": "call torch.distributed.init_process_group('echelon') before, "
+    "and leave out ddp_backend= or backend=",
     "gloo/transport/tcp/pair.cc": "a peer has ended or left: echelon simulate -n N script.py names the line, and so "
     "does init_process_group('echelon') after import echelon.interop.torch_distributed",
 }
