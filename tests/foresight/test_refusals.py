@@ -44,6 +44,7 @@ def test_reads_of_values_are_refused_at_their_line(name, program, gpu):
         foresee(program, 1, gpu=gpu)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_an_error_of_code_that_reads_fake_tensors_is_the_cause():
     with pytest.raises(UnsupportedOp) as caught:
         foresee(reads_a_storage, 1)
