@@ -152,6 +152,7 @@ def numbers():
     loss = on_gpu(3).mean()
     assert torch.tensor([loss, 2.0], device=DEVICE).shape == (2,)
     assert torch.as_tensor([[loss, loss], [loss, 1]]).dtype == torch.float32
+    assert loss.new_tensor([loss, 2.0]).shape == (2,)
     assert torch.tensor([[torch.tensor(3), 4], [1, 2]]).tolist() == [[3, 4], [1, 2]]
 
 

@@ -71,8 +71,8 @@ class OnHost(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         read = _ON_HOST.get(name)
-        if name in _OF_NUMBERS:
-            args = _with_numbers(args)
+        if (at := _NUMBERS_AT.get(name)) is not None:
+            args = _with_numbers(args, at)
         elif name == "__deepcopy__" and not isinstance(args[0], FakeTensor):
             return _copied_with_values(func, args, {})
         if read is None or not args or not isinstance(args[0], FakeTensor):
@@ -96,8 +96,8 @@ class OnDevice(TorchFunctionMode):
             kwargs = {**kwargs, "device": default}  # torch itself would add it below this mode
         if (read := _READS.get(name)) is not None and args and isinstance(args[0], FakeTensor):
             return read(func, args, kwargs)
-        if name in _OF_NUMBERS:
-            args = _with_numbers(args)
+        if (at := _NUMBERS_AT.get(name)) is not None:
+            args = _with_numbers(args, at)
         if (special := _SPECIAL.get(name)) is not None:
             return special(func, args, kwargs)
         if name == "to" and len(args) > 1 and type(args[1]) is int:
@@ -389,11 +389,16 @@ def _applied(func: Any, _: tuple[Any, ...], __: dict[str, Any]) -> Any:
     raise unknown_result(func.__name__, "an unknown line" if recording is None else recording.log.line())
 
 
-def _with_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments of a function that makes a tensor of numbers. The host reads numbers that are tensors."""
-    if not args or not isinstance(args[0], list | tuple):
+def _with_numbers(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    """Returns the arguments of a function that makes a tensor of numbers. The host reads numbers that are tensors.
+
+    Args:
+        args: the arguments.
+        at: position of the numbers.
+    """
+    if len(args) <= at or not isinstance(args[at], list | tuple):
         return args
-    return _numbers(args[0]), *args[1:]
+    return *args[:at], _numbers(args[at]), *args[at + 1 :]
 
 
 def _numbers(data: Any) -> Any:
@@ -508,8 +513,8 @@ _FLASH_WIDTH = 256
 
 _Special: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_OF_NUMBERS = frozenset({"tensor", "as_tensor", "asarray"})
-"""Functions of torch that take lists of numbers."""
+_NUMBERS_AT = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1}
+"""Functions of torch that take lists of numbers, with the position of the list."""
 
 _READS: dict[str, _Special] = {
     "tolist": _values,

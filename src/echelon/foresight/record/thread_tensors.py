@@ -116,9 +116,7 @@ class OfThread(TorchFunctionMode):
         try:
             out = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
         except NotImplementedError as error:
-            raise self._threads.refused(
-                f"calls {name}, whose result depends on values of a tensor that has none"
-            ) from error
+            raise self._threads.refused(f"calls {name}, which needs values of a tensor that has none") from error
         return tree_map(from_meta, out)
 
 
