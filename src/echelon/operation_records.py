@@ -234,9 +234,11 @@ class OperationRecord:
         return f"{call} of group {self.shown_group!r}" + (f" at {where}{self.called_from()}" if where else "")
 
     def called_from(self) -> str:
-        """Returns ", called from file:line" for the caller. Empty if there is none."""
+        """Returns ", called from file:line" for the caller. Empty if there is none, or the line is that of the call."""
         # Two ranks may differ there alone, where a helper of the program communicates.
-        return "" if self.caller is None else f"{CALLED_FROM}{line_of(self.caller)}"
+        line = line_of(self.caller)
+        # Python 3.11 has a frame of its own for a list comprehension.
+        return "" if not line or line == line_of(self.place) else f"{CALLED_FROM}{line}"
 
 
 class MessageWait(NamedTuple):
