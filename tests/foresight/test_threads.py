@@ -4,6 +4,8 @@ import concurrent.futures.thread
 import operator
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -240,7 +242,19 @@ def test_a_thread_may_end_by_an_error_of_its_own(fails):
 # Threads that the program leaves behind
 
 
-def test_a_program_that_is_ended_waits_for_no_thread_with_a_full_queue(monkeypatch):
+@pytest.fixture
+def a_wait_for_a_child():
+    """A thread beside the program waits for a child process. So it may be that the program waits for it as well."""
+    words = [sys.executable, "-c", "import time; [print(i, flush=True) or time.sleep(0.2) for i in range(300)]"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as child:
+        reading = threading.Thread(target=child.stdout.readlines)
+        reading.start()
+        yield
+        child.kill()
+        reading.join()
+
+
+def test_a_program_that_is_ended_waits_for_no_thread_with_a_full_queue(monkeypatch, a_wait_for_a_child):
     """A pool waits at its end for a thread, which waits for a place in the queue."""
     monkeypatch.setattr(watchdog, "PATIENCE", 0.3)
 

@@ -51,6 +51,8 @@ class Watchdog:
 
     def __init__(self, patience: float) -> None:
         """`patience`: seconds without progress."""
+        self.is_idle = False
+        """Whether there was no progress for that time at the last look, for whatever reason."""
         self._patience = patience
         self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._bystanders: dict[int, int] | None = None
@@ -70,10 +72,12 @@ class Watchdog:
             self._bystanders = {thread: num_waits(thread) for thread in older}
         turn = (running, -1 if running is None else running.turn)
         idle = now - self._since
+        self.is_idle = False
         if turn != self._seen or computed - self._computed > _IDLE * max(idle, 1.0):
             self._seen, self._since, self._computed, self._is_suspected = turn, now, computed, False
             return None
-        blocked = self._blocked(running, idle) if running is not None and idle >= self._patience else None
+        self.is_idle = running is not None and idle >= self._patience
+        blocked = self._blocked(running, idle) if running is not None and self.is_idle else None
         # At a single look the thread that will wake the rank may just be about to: it needs a moment to go on.
         is_sure, self._is_suspected = self._is_suspected, blocked is not None
         return blocked if is_sure else None

@@ -292,17 +292,17 @@ class _Run:
         """Returns the error that ends the recording of a rank which waits for a thread for ever. None if it may not."""
         if self.process.calls.thread_error:
             return self.process.calls.thread_error
-        if (blocked := self._dog.look(running)) is None:
-            return None
-        recording = self._recordings.get(blocked.task.rank)
+        blocked = self._dog.look(running)
+        recording = None if running is None else self._recordings.get(running.rank)
         if recording is None or (threads := recording.threads) is None:
             return None
-        if threads.has_ended or not recording.steps.are_done:
-            return threads.never_woken(blocked.task.rank, blocked.task.ident)
-        # The program is ended early, perhaps while a thread waits for a place in a queue.
-        threads.leave()
-        self._dog = watchdog.Watchdog(watchdog.PATIENCE)
-        return None
+        if recording.steps.are_done and threads.have_started and not threads.has_ended:
+            # The program is ended early, perhaps while a thread waits for a place in a queue.
+            if self._dog.is_idle:
+                threads.leave()
+                self._dog = watchdog.Watchdog(watchdog.PATIENCE)
+            return None
+        return None if blocked is None else threads.never_woken(blocked.task.rank, blocked.task.ident)
 
     # In children
 
