@@ -154,7 +154,7 @@ echelon.simulation.Measurements.total
 echelon.Foreseen.report
 echelon.testing.RankPool clause_names
 echelon.testing.RankPool.close
-echelon.backends.base.Backend.abort aside compute executor
+echelon.backends.base.Backend.abort aside compute crosses_network executor
 echelon.backends.control.ControlPlane
 echelon.backends.control.ControlPlane.abort ask close_reason closed_error difference join keep_silent
 echelon.backends.control.ControlPlane.last_heard lines_left message_wait num_sent revoke separation
