@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import gc
 import json
 import os
 import re
@@ -40,6 +41,7 @@ from echelon.errors import (
     Timeout,
     describe_exit_of,
     failure_of,
+    message_of,
     status_of,
     summarize,
 )
@@ -47,7 +49,6 @@ from echelon.hint import hint_of
 from echelon.launch import whereabouts
 from echelon.launch.advice import advise
 from echelon.launch.at_start import sitecustomize as at_start
-from echelon.launch.wrapped import unwrapped
 from echelon.wording import counted, listed
 
 if TYPE_CHECKING:
@@ -454,3 +455,29 @@ def _was_unwound(frame: FrameType | None) -> bool:
         return False
     # By prefix: CPython 3.12 added RETURN_CONST beside RETURN_VALUE.
     return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+_PLACES = "\n\nAt:\n"
+"""Words before the places in the text of such a RuntimeError."""
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """Returns a copy of the error of Echelon that `error` repeats, with the traceback and notes of `error`.
+
+    torch's C++ keeps the text of a Python exception alone, after words of its own and before lines "At:". The exception
+    itself is still held by the future that failed, and so it is found among the objects of this process. Returns
+    `error` itself if it repeats none.
+    """
+    text = message_of(error)
+    if type(error) is not RuntimeError or _PLACES not in text:
+        return error
+    text = text.partition(_PLACES)[0]
+    # By type(), since isinstance asks values of the user for their class.
+    alive = [each for each in gc.get_objects() if issubclass(type(each), EchelonError)]
+    for inner in alive:
+        if text.endswith(f"{type(inner).__name__}: {message_of(inner)}"):
+            make, arguments = inner.__reduce__()[:2]
+            copy: EchelonError = make(*arguments)
+            copy.__notes__ = [*getattr(inner, "__notes__", ()), *getattr(error, "__notes__", ())]
+            return copy.with_traceback(error.__traceback__)
+    return error

@@ -7,15 +7,17 @@ torch (`echelon.interop`), over the simulated group of the calling rank. Each ra
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined] # public
 
 from echelon._torch_private.distributed import (
@@ -29,6 +31,7 @@ from echelon._torch_private.distributed import (
     groups_of_each_thread,
     shardings,
 )
+from echelon._torch_private.modules import clipping_by, profilers_that_ask
 from echelon._torch_private.tensors import real_tensors
 from echelon.arguments import choices
 from echelon.call_site import Place, calling_place, source_of
@@ -38,10 +41,8 @@ from echelon.replacements import Replacement, replaced
 from echelon.simulation.backend import VirtualBackend, VirtualLanes
 from echelon.simulation.boundary import StoreWait
 from echelon.simulation.process.calls import NEEDS_CUDA
-from echelon.simulation.process.clipping import clipping_explained
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.pools import pools_in_lanes
-from echelon.simulation.process.profiler import one_session_at_a_time
 from echelon.simulation.process.sharding import SharedShardings
 from echelon.simulation.process.store import (
     DEFAULT_TIMEOUT,
@@ -153,8 +154,8 @@ class TorchDistributed:
             *futures_that_wait_by(self._wait_for, self._look_at),
             *stores_opened_by({TCPStore: self._tcp_store, FileStore: self._file_store}, is_rank),
             *pools_in_lanes(self._lanes_here),
-            *one_session_at_a_time(self._rank_here),
-            *clipping_explained(),
+            *_one_profiler(self._world.scheduler.rank_here),
+            *clipping_by(_explained),
             # Without NCCL torch warns that it has none.
             Replacement(distributed_c10d, "default_pg_nccl_timeout", lambda timeout: timeout or _NCCL_TIMEOUT),
         ]
@@ -366,9 +367,6 @@ class TorchDistributed:
     def _lanes_here(self) -> VirtualLanes | None:
         return self._backend_here().lanes if self._world.scheduler.is_running_here() else None
 
-    def _rank_here(self) -> int | None:
-        return self._world.scheduler.current().rank if self._world.scheduler.is_running_here() else None
-
     def _backend_here(self) -> VirtualBackend:
         backend = self._here().backend
         assert isinstance(backend, VirtualBackend)
@@ -402,3 +400,60 @@ def _name_for_cpu(backend: str) -> str:
         names = dict(pair.split(":") for pair in backend.split(","))
         return names.get("cpu") or next(iter(names.values()))
     return "gloo" if backend == "undefined" else backend
+
+
+def _one_profiler(rank_here: Callable[[], int | None]) -> list[Replacement]:
+    """Raises UnsupportedOp on a rank that starts torch's profiler while another rank uses it.
+
+    torch counts on a single session, and the second end of one ends the process.
+
+    Args:
+        rank_here: Returns the rank of the calling thread. None in threads that are no rank's.
+    """
+    owner: int | None = None
+
+    def begin() -> None:
+        nonlocal owner
+        rank = rank_here()
+        if owner is not None and rank is not None and owner != rank:
+            raise UnsupportedOp(
+                f"torch's profiler on rank {rank}, while rank {owner} uses it: simulated ranks share one process, "
+                "which has one session of it: profile a single rank, as in `if rank == 0:`"
+            )
+        owner = rank
+
+    def end() -> None:
+        nonlocal owner
+        if owner == rank_here():
+            owner = None
+
+    return profilers_that_ask(begin, end)
+
+
+def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets clipping that fails say in one line which meshes its gradients have. torch's own error is several pages."""
+
+    @functools.wraps(original)
+    def clip(tensors: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        try:
+            return original(tensors, *args, **options)
+        except Exception:
+            kinds = Counter(getattr(each, "device_mesh", None) for each in tensors)
+            if len(kinds) < 2:
+                raise
+            groups = ", ".join(f"{number} {_of_mesh(mesh)}" for mesh, number in kinds.items())
+            raise RuntimeError(
+                f"clipping mixes gradients of several device meshes, or of one and none: {groups}: torch refuses that; "
+                "call clip_grad_norm_ once for the parameters of each"
+            ) from None
+
+    return clip
+
+
+def _of_mesh(mesh: Any) -> str:
+    if mesh is None:
+        return "that are plain tensors"
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    sizes = ", ".join(f"{name}={size}" if name else str(size) for name, size in zip(names, mesh.shape, strict=True))
+    return f"on the mesh ({sizes})"
