@@ -15,7 +15,8 @@ import socket
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 from echelon.errors import FileError
@@ -101,6 +102,15 @@ def holder_of(path: str) -> str:
     return f"process {value['pid']} on {value.get('host')}"
 
 
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def is_held(path: str) -> bool:
     """Whether a process holds the lock of a file. False if there is no such file.
 
@@ -108,14 +118,11 @@ def is_held(path: str) -> bool:
         OSError: the file cannot be opened.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with _opened(path) as file:
+            # Shared, so that two processes that look at once do not take each other for the holder.
+            return not _flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
     except FileNotFoundError:
         return False
-    try:
-        # Shared, so that two processes that look at once do not take each other for the holder.
-        return not _flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
-    finally:
-        os.close(file)
 
 
 def wait_until(test: Callable[[], bool], seconds: float) -> bool:
@@ -134,12 +141,9 @@ def wait_for_end(path: str) -> dict[str, Any]:
     Raises:
         OSError: there is no such file, or it cannot be opened.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with _opened(path) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         return noted(file)
-    finally:
-        os.close(file)
 
 
 def is_alive(value: dict[str, Any]) -> bool | None:
@@ -167,13 +171,10 @@ def started_at(pid: int) -> int:
 def who_holds(path: str) -> dict[str, Any]:
     """Returns the content of a lock's file. Empty if there is none."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with _opened(path) as file:
+            return noted(file)
     except OSError:
         return {}
-    try:
-        return noted(file)
-    finally:
-        os.close(file)
 
 
 def _flock(file: int, how: int, path: str) -> bool:
