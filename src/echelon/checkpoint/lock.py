@@ -14,10 +14,9 @@ import os
 import socket
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 
 from echelon.errors import FileError
 
@@ -25,23 +24,8 @@ _TICK = 0.02
 """Seconds between two looks at a lock that has a time limit."""
 
 
-class Lock(ABC):
-    """Lock that one process at a time can hold."""
-
-    path: str
-
-    @abstractmethod
-    def try_take(self) -> bool:
-        """Takes the lock. False if it is held."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Releases the lock. A second call does nothing."""
-
-
-@final
-class FileLock(Lock):
-    """Exclusive lock of a file that says who holds it."""
+class FileLock:
+    """Exclusive lock of a file that says who holds it. One process at a time can hold it."""
 
     def __init__(self, path: str) -> None:
         """Opens the file. The lock is not taken yet."""
@@ -63,7 +47,7 @@ class FileLock(Lock):
         return True
 
     def close(self, close: Callable[[int], None] = os.close) -> None:
-        """Releases the lock."""
+        """Releases the lock. A second call does nothing."""
         # By default `os.close`, which the module may have lost when the interpreter ends.
         file, self.fileno = self.fileno, -1
         if file >= 0:

@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon.call_site import is_foreign, is_own
 from echelon.errors import (
@@ -276,15 +276,19 @@ def _fold(described: traceback.TracebackException, is_on_purpose: bool) -> None:
 
 def write(path: str, failure: RankFailure) -> bool:
     """Writes `failure` to `path`. True if it could be written."""
-    # Renamed when complete: the launcher reads the file while this rank is still running.
-    partial = f"{path}.{os.getpid()}"
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(failure), file)
-        os.replace(partial, path)
+        _put(path, dataclasses.asdict(failure))
     except OSError:
         return False
     return True
+
+
+def _put(path: str, values: dict[str, Any]) -> None:
+    # Renamed when complete: the launcher reads the file while this rank is still running.
+    partial = f"{path}.{os.getpid()}"
+    with open(partial, "w", encoding="utf-8") as file:
+        json.dump(values, file)
+    os.replace(partial, path)
 
 
 def read(path: str) -> RankFailure | None:
@@ -300,12 +304,9 @@ def read(path: str) -> RankFailure | None:
 def note_checkpoint(step: int, path: str) -> None:
     """Tells the launcher that a checkpoint is on disk. Does nothing without a launcher."""
     if error_file := os.environ.get(ERROR_FILE):
-        partial = f"{error_file}.checkpoint-{os.getpid()}"
         # A writer in the background outlives the launcher, and so the folder of these files.
         with suppress(OSError):
-            with open(partial, "w", encoding="utf-8") as file:
-                json.dump({"step": step, "path": path}, file)
-            os.replace(partial, _checkpoint_file(error_file))
+            _put(_checkpoint_file(error_file), {"step": step, "path": path})
 
 
 def noted_checkpoint(error_file: str) -> tuple[int, str] | None:

@@ -187,7 +187,7 @@ class TorchDistributed:
                     call["group_size"], call["group_rank"] = group.world_size, group.rank
                 _check_world(group, call["group_rank"], call["group_size"])
             if (device := call.get("device_id")) is not None and self._backend is None:
-                raise _needs_cuda(device)
+                raise UnsupportedOp(f"device_id={device}: {NEEDS_CUDA}")
             call["backend"] = self._backend or interop.NAME
             call.update({name: None for name in ("backend_options", "pg_options", "device_id") if name in call})
             made, store = original(**call)
@@ -388,10 +388,6 @@ def _check_world(group: ProcessGroup, rank: int, world_size: int) -> None:
             f"init_process_group for rank {rank} of {world_size} on simulated rank {group.rank} of {group.world_size}: "
             "leave rank and world_size out, or take them from RANK and WORLD_SIZE"
         )
-
-
-def _needs_cuda(device: object) -> UnsupportedOp:
-    return UnsupportedOp(f"device_id={device}: {NEEDS_CUDA}")
 
 
 def _name_for_cpu(backend: str) -> str:
