@@ -23,7 +23,7 @@ from echelon.backends.work import is_waited_for
 from echelon.call_site import may_run_in_other_threads, shortened
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
 from echelon.operation_records import CALLED_FROM, FlightRecorder, OperationRecord
-from echelon.purposes import cure_of
+from echelon.purposes import SAME_ARGUMENTS, SAME_CALLS, cure_of
 from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
@@ -38,8 +38,6 @@ _COMPARED = 200
 """Number of earlier calls whose lines are compared."""
 _NOT_CALLED = (Standing.BEFORE, Standing.ELSEWHERE)
 _BEHIND = (*_NOT_CALLED, Standing.BLOCKED)
-_SAME_CALLS = "every rank must call the same operations in the same order"
-_ADVICE = f"{_SAME_CALLS} with the same arguments"
 
 
 class HangDiagnosis:
@@ -104,7 +102,7 @@ class HangDiagnosis:
         if status.standing == Standing.PAST:
             raise CollectiveMismatch(
                 f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
-                f"the awaited message: choose the same algorithm on every rank, and {_ADVICE}"
+                f"the awaited message: choose the same algorithm on every rank, and {SAME_ARGUMENTS}"
             )
 
     def _plan_next_check(self) -> None:
@@ -244,7 +242,9 @@ class HangDiagnosis:
         advice = cure_of({self._backend.rank: mine, peer: theirs})
         if not advice and first is not None and not parted:
             advice = advice_on(first.with_marks(), theirs) or self._lone(first)
-        return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}{parted}: {advice or _ADVICE}", peer, theirs)
+        return CollectiveMismatch(
+            f"{mine}, but {theirs} on rank {peer}{parted}: {advice or SAME_ARGUMENTS}", peer, theirs
+        )
 
     def _lone(self, flight: OperationRecord) -> str:
         """Returns advice that names the only rank which differs from all others. Empty if there is none."""
@@ -255,7 +255,7 @@ class HangDiagnosis:
         statuses = self._backend.control.ask(others, question, ANSWER_SECONDS)
         texts = {rank: each.text for rank, each in statuses.items() if each.standing == Standing.DIVERGED}
         found = lone({**texts, self._backend.rank: flight.with_marks()}) if len(texts) == len(others) else ""
-        return found and f"{found}: {_SAME_CALLS}"
+        return found and f"{found}: {SAME_CALLS}"
 
     def mismatch(self) -> CollectiveMismatch | None:
         """Queries all ranks. Returns the error if one has called another operation in place of this one, else None."""
@@ -272,7 +272,7 @@ class HangDiagnosis:
             lambda each: f" at {lines[each.sequence]}" if each.sequence in lines else "",
             (self._backend.rank, failure.rank),
         )
-        advice = cure_of({self._backend.rank: str(self._flight), failure.rank: ""}, have_ended=True) or _ADVICE
+        advice = cure_of({self._backend.rank: str(self._flight), failure.rank: ""}, have_ended=True) or SAME_ARGUMENTS
         has_left = f"rank {failure.rank} {failure.reason.removeprefix('it ')}"
         return CollectiveMismatch(f"{self._mine()}, but {has_left}{parted}: {advice}", departed=failure.rank)
 

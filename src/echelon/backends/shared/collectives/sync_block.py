@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 
 from echelon._native import OPS, Board, Code, core
+from echelon.backends.delivery import disagreement
 from echelon.backends.formats import memory_layout
 from echelon.backends.formats.wire import as_sent
 from echelon.backends.operators import OP_NUMBERS, Operator
@@ -259,13 +260,8 @@ class SyncBlock:
         at = self._note_at(peer)
         note = self._memory[at : at + memory_layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")
         theirs = f"{note or 'an operation without a note'}, #{mark >> 32}"
-        return CollectiveMismatch(
-            f"rank {self._names[peer]} is in {theirs}, this rank in {self._text[:-1].decode()}, "
-            f"#{self._state.mark_now >> 32}: every rank must call the same operations in the same order with the same "
-            "arguments",
-            self._names[peer],
-            theirs,
-        )
+        own = f"{self._text[:-1].decode()}, #{self._state.mark_now >> 32}"
+        return disagreement(self._names[peer], theirs, own)
 
 
 @lru_cache(1024)
