@@ -107,11 +107,7 @@ class SyncBlock:
             CollectiveMismatch: a peer has announced another operation.
         """
         code = core.all_reduce(self._at, self._mark(call), self._text, op, num_bytes, tensor)
-        if code == Code.NOT_SO:
-            return False
-        if code:
-            self._finish(code, call)
-        return True
+        return not code or self._finish(code, call) != Code.NOT_SO
 
     def reduce(
         self, call: OperationRecord, op: int, num_shown: int, tensor: torch.Tensor, begin: int, out: torch.Tensor | None
@@ -127,11 +123,7 @@ class SyncBlock:
             out: overwritten with the reduced part, which is as long; None: this rank reduces nothing.
         """
         code = core.reduce(self._at, self._mark(call), self._text, op, num_shown, tensor, begin, out)
-        if code == Code.NOT_SO:
-            return False
-        if code:
-            self._finish(code, call)
-        return True
+        return not code or self._finish(code, call) != Code.NOT_SO
 
     def exchange(self, call: OperationRecord, plan: bytes, own: int, target: int, words: Sequence[int] = ()) -> bool:
         """Exchanges small blocks as before. False if all have met and a rank has other blocks: nothing was read.
@@ -149,11 +141,7 @@ class SyncBlock:
     def broadcast(self, call: OperationRecord, source: int, num_bytes: int, tensor: torch.Tensor) -> bool:
         """Overwrites a small tensor with rank `source`'s; otherwise as `all_reduce`."""
         code = core.broadcast(self._at, self._mark(call), self._text, source, num_bytes, tensor)
-        if code == Code.NOT_SO:
-            return False
-        if code:
-            self._finish(code, call)
-        return True
+        return not code or self._finish(code, call) != Code.NOT_SO
 
     def play(
         self,
