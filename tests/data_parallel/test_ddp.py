@@ -351,14 +351,18 @@ def launch_early(group):
     return launched, len(model._sync.reducer.layout.buckets), can_overlap(group)
 
 
-@pytest.mark.parametrize("backend", ["simulated", "tcp"])
-def test_buckets_are_on_their_way_before_backward_ends(pool, backend):
+def test_buckets_are_on_their_way_before_backward_ends():
     """An earlier system's overlapped path was the synchronous one."""
-    if backend == "simulated":
-        ranks = echelon.simulate(launch_early, 2).results
-    else:
-        ranks = pool.run(launch_early, 2, backend=backend)
-    assert ranks == [([2], 3, True)] * 2
+    assert echelon.simulate(launch_early, 2).results == [([2], 3, True)] * 2
+
+
+def launch_over_a_network(group):
+    group.backend.crosses_network = lambda _: True  # the sockets of these ranks are on loopback
+    return launch_early(group)
+
+
+def test_buckets_are_on_their_way_over_a_network_even_if_no_core_is_idle(pool):
+    assert pool.run(launch_over_a_network, 2, backend="tcp") == [([2], 3, True)] * 2
 
 
 def launch_with_cores(group, num_threads):
@@ -370,19 +374,22 @@ def launch_with_cores(group, num_threads):
         torch.set_num_threads(before)
 
 
-def test_over_shared_memory_they_are_if_there_is_an_idle_core(pool):
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_inside_of_a_machine_they_are_if_there_is_an_idle_core(pool, backend):
     num_cores = len(os.sched_getaffinity(0))
-    assert pool.run(launch_with_cores, 2, num_cores, backend="shm") == [([0], 1, False)] * 2
+    assert pool.run(launch_with_cores, 2, num_cores, backend=backend) == [([0], 1, False)] * 2
     if num_cores > 2:
-        assert pool.run(launch_with_cores, 2, 1, backend="shm") == [([2], 3, True)] * 2
+        assert pool.run(launch_with_cores, 2, 1, backend=backend) == [([2], 3, True)] * 2
 
 
 @pytest.mark.parametrize(("num_cores", "expected"), [(3, False), (4, False), (5, True)])
 def test_a_core_is_idle_if_there_are_more_than_threads_of_local_ranks(monkeypatch, num_cores, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    backend = SimpleNamespace(shares_memory=True, control=SimpleNamespace(hosts=(0, 0, 1)), rank=1)
-    assert can_overlap(SimpleNamespace(backend=backend, hosts=(0, 0))) == expected
+    control = SimpleNamespace(hosts=(0, 0, 1))
+    backend = SimpleNamespace(crosses_network=lambda ranks: 2 in ranks, control=control, rank=1)
+    assert can_overlap(SimpleNamespace(backend=backend, ranks=(0, 1))) == expected
+    assert can_overlap(SimpleNamespace(backend=backend, ranks=(0, 1, 2)))
 
 
 def reduce_with_idle_cores(group, num_steps):

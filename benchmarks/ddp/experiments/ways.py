@@ -2,8 +2,9 @@
 
     python benchmarks/ddp/experiments/ways.py
     python benchmarks/ddp/experiments/ways.py --rounds 70
+    python benchmarks/ddp/experiments/ways.py --backend tcp --model mlp1m
 
-Over shared memory, 2 ranks: a step of a local model, and of DDP that launches full buckets during backward, or one
+Ranks of one host: a step of a local model, and of DDP that launches full buckets during backward, or one
 that holds all when backward has ended. In turns of changing order, all ranks together. Then what the parts of the
 difference take with nothing beside them: gradients that autograd has made anew are copied into their buckets, and
 buckets are reduced.
@@ -60,13 +61,18 @@ def measure(group: echelon.ProcessGroup, model: str, rounds: int, set_to_none: b
 
 
 def main() -> None:
-    parser = options_of(__doc__, rounds=40)
+    parser = options_of(__doc__, rounds=40, ranks=2)
+    parser.add_argument("--backend", default="auto", help="of Echelon: auto, shm, tcp")
     parser.add_argument("--model", choices=TASKS, default="mlp10m")
     options = parser.parse_args()
-    print_environment(f"2 ranks, 1 thread each; {options.model}; medians of {options.rounds} rounds")
+    print_environment(
+        f"{options.ranks} ranks over {options.backend}, 1 thread each; {options.model}; medians of {options.rounds} "
+        "rounds"
+    )
     print_head("zero_grad(set_to_none=) | way | step, ms | to a local step")
     for set_to_none in (False, True):
-        seconds = echelon.spawn(measure, 2, (options.model, options.rounds, set_to_none))[0]
+        arguments = (options.model, options.rounds, set_to_none)
+        seconds = echelon.spawn(measure, options.ranks, arguments, backend=options.backend)[0]
         for name, taken in seconds.items():
             # The parts have fewer rounds than the steps, so their ratio is that of the medians.
             paired = len(taken) == len(seconds["local"])

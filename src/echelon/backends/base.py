@@ -30,8 +30,6 @@ class Backend(ABC):
     """The device types whose tensors the collectives of this backend can move."""
     host_copies: HostCopies = AcceleratorCopies()
     """How a group copies tensors of a device that this backend has no path for, where the user allows that."""
-    shares_memory = False
-    """Whether collectives of ranks on one host go through memory: they take processor time, and wait for no network."""
     query_peers_after = 1.0
     """Seconds that a collective waits for a rank before it asks whether that one makes the same calls."""
     now: Callable[[], float] = staticmethod(time.monotonic)
@@ -77,6 +75,16 @@ class Backend(ABC):
             ranks: the members, this rank included.
         """
         return None
+
+    def crosses_network(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002
+        """Whether messages between this rank and these cross a network, so that processors wait for it.
+
+        False: they stay in this machine, and all their time is processor time. Ranks may have different answers.
+
+        Args:
+            ranks: the members of a group, this rank included.
+        """
+        return True
 
     def aside(self, context: int) -> StreamScope | None:  # noqa: ARG002
         """Returns the place of a group's asynchronous operation among the streams of a device; None: there are none.

@@ -219,8 +219,8 @@ class DistributedDataParallel(ModuleProxy):
             module: the model, the same on every rank except for its values.
             group: the ranks. Every rank of it must wrap the same modules in the same order. Default: the group
                 of `echelon.init()`, or of the simulated rank.
-            bucket_mb: mebibytes of gradients that are reduced at a time, overlapped with backward. If all ranks share
-                memory and none has an idle core, all gradients are reduced at once after backward.
+            bucket_mb: mebibytes of gradients that are reduced at a time, overlapped with backward. If all ranks are
+                on one machine and none has an idle core, all gradients are reduced at once after backward.
             buffers: how buffers, such as the running statistics of BatchNorm, are made equal before each training
                 forward. "broadcast" copies those of rank 0, "average" takes the mean of floating-point and complex
                 ones, "local" leaves them. Not under `no_sync`.

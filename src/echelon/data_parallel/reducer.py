@@ -37,13 +37,14 @@ from echelon.purposes import BACKWARD, Purpose
 def can_overlap(group: ProcessGroup) -> bool:
     """Whether a reduction can overlap with the computation without taking a core from it. Never blocks.
 
-    A reduction in shared memory occupies a core, so one must be idle: the cores of this process are compared with
-    torch's threads of all local ranks. Ranks may disagree, because neither data nor order of messages depends on it.
+    A reduction that crosses no network occupies a core, so one must be idle: the cores of this process are compared
+    with torch's threads of all local ranks. Ranks may disagree: neither data nor order of messages depends on it.
     """
-    if not group.backend.shares_memory or len(set(group.hosts)) > 1:
+    backend = group.backend
+    if backend.crosses_network(group.ranks):
         return True
-    hosts = group.backend.control.hosts
-    num_local = hosts.count(hosts[group.backend.rank])
+    hosts = backend.control.hosts
+    num_local = hosts.count(hosts[backend.rank])
     return num_local * torch.get_num_threads() < num_cores()
 
 

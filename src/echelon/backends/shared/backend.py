@@ -43,8 +43,6 @@ _REGION_SEQUENCE = (1 << 64) - 1
 class SharedMemoryBackend(Backend):
     """Backend that moves CPU tensors through shared memory within a host, and over TCP between hosts."""
 
-    shares_memory = True
-
     def __init__(self, tcp: TcpBackend, local_ranks: Sequence[int], common: Common) -> None:
         """Takes over a connected backend and the resources that these ranks share. `share` makes both."""
         super().__init__(tcp.messages, tcp.control, tcp.lanes)
@@ -83,6 +81,9 @@ class SharedMemoryBackend(Backend):
         executor = SharedMemoryExecutor(self, self._control.check_open, context, tuple(ranks), own)
         self._executors.add(executor)
         return executor
+
+    def crosses_network(self, ranks: Sequence[int]) -> bool:  # noqa: D102
+        return not self._local_ranks.issuperset(ranks)
 
     def check_liveness(self, call: OperationRecord, context: int, rank: int | None, board: SyncBlock | None) -> None:
         """Raises if waiting is in vain: a disagreement, a failure of `rank` or of the group, or the deadline."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from echelon.backends.base import Backend, check_rank
 from echelon.backends.connect.members import Job, machine_id
@@ -173,6 +173,9 @@ class TcpBackend(Backend):
         """Whether the calling thread may spin while it waits: every rank of the host has a core, no lane needs it."""
         # With 4 ranks on 2 cores, spinning made small messages 2 to 5 times slower (benchmarks/tcp).
         return self._has_cores and not self.lanes.runs_beside()
+
+    def crosses_network(self, ranks: Sequence[int]) -> bool:  # noqa: D102
+        return not self._peers.on_loopback.issuperset(set(ranks) - {self.rank})
 
     def use_links(self, links: Mapping[int, Link], memory: Memory, doorbell: int) -> None:
         """Routes messages to and from these ranks over links in `memory` from now on; see `Poller.watch_memory`."""

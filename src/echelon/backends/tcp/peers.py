@@ -54,6 +54,8 @@ class Peers:
         self.connections: dict[int, Connection] = {}
         self.links: dict[int, Link] = {}
         """The way of messages to each rank."""
+        self.on_loopback: set[int] = set()
+        """Ranks, also failed ones, whose connections stay in this machine."""
         self.on_end: list[Callable[[int], None]] = []
         """Called with each rank that has failed."""
 
@@ -71,6 +73,7 @@ class Peers:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         stays_here = is_loopback(sock.getsockname()[0], sock.getpeername()[0])
         if stays_here:
+            self.on_loopback.add(rank)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_BYTES)
         waking_bytes = PIECE_BYTES if stays_here else LINK_WAKING_BYTES
         fd = sock.fileno()
