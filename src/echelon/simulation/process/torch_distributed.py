@@ -1,4 +1,4 @@
-"""torch.distributed on simulated ranks: its default group, its stores and its globals, for unmodified programs.
+"""torch.distributed on simulated ranks: its default group and its globals, for unmodified programs.
 
 Strategy. torch keeps its own functions; a few private ones below them are replaced while a simulation runs. So it does
 not matter by which name a program imported `init_process_group`. Every backend name leads to Echelon's backend for
