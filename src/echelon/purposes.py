@@ -20,6 +20,10 @@ SHARDED_STEP = "ZeroOptimizer.step"
 PIPELINE = "Pipeline"
 TIED = "Pipeline's tied weights"
 
+SAME_CALLS = "every rank must call the same operations in the same order"
+SAME_ARGUMENTS = f"{SAME_CALLS} with the same arguments"
+"""Advice to ranks that differ in calls of their own."""
+
 OF_MODULE = "(FSDP of "
 """Words before the module of FSDP2 whose parameters a collective gathers or reduces."""
 _FSDP = "FSDP"

@@ -6,8 +6,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from echelon.cli.app import app, collectives
-from echelon.cli.examples import EXAMPLES
+from echelon.cli.app import EXAMPLES, app, collectives
 from tests.helpers.commands import printed
 
 LINES = [(name, line) for name, lines in EXAMPLES.items() for line in lines]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from echelon.cli.combinations import combinations
 from echelon.cli.misfit import Options, cures, options_of
+from echelon.cli.sweep import combinations
 
 
 @pytest.mark.parametrize(

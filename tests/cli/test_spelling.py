@@ -2,10 +2,9 @@
 
 import pytest
 
-from echelon.cli.options import arguments_of
+from echelon.cli.options import arguments_of, as_typed
 from echelon.cli.plan import plan
 from echelon.cli.simulate import simulate
-from echelon.cli.spelling import as_typed
 from tests.helpers.commands import refusal
 
 OPTIONS = {"hosts": "--hosts", "num_ranks": "-n", "backend": "--backend", "forward": "--forward", "costs": "--costs"}

@@ -15,11 +15,10 @@ import pytest
 from rich.console import Console
 
 from echelon import LaunchError
+from echelon.cli import Terminated, ending_by_sigterm
 from echelon.cli import main as command
 from echelon.cli import sweep as sweep_module
-from echelon.cli.combinations import combinations
-from echelon.cli.signals import Terminated, ending_by_sigterm
-from echelon.cli.sweep import Ended, Entry, as_json, entry_of, ranked, show, sweep, time_left
+from echelon.cli.sweep import Ended, Entry, as_json, combinations, entry_of, ranked, show, sweep, time_left
 from echelon.cli.sweep import run_all as run_processes
 
 

@@ -7,7 +7,7 @@ import torch
 
 import echelon
 from echelon.backends.status import Question, Standing
-from echelon.collectives.calls.difference import advice_on
+from echelon.collectives.calls.hang_diagnosis import advice_on
 
 PLACE = "#1 of group 'world' at train.py:1"
 GENERAL = "every rank must call the same operations in the same order with the same arguments"

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 import echelon
-from echelon.doctor.variables import KNOWN, check_variables
+from echelon.doctor.checkup import KNOWN, check_variables
 
 HAND = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 OFF = {"ECHELON_TUNED": "off"}

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.foresight.digest import digest
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.devices import device_named
 from echelon.foresight.play.player import play
 from echelon.foresight.record.repeats import Repeats
 from echelon.foresight.record.run import record
+from echelon.foresight.roles import digest
 from tests.foresight import programs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore::UserWarning:torch")

@@ -20,10 +20,10 @@ from matplotlib.transforms import Bbox
 from echelon.errors import EchelonError, FileError, InvalidArgument
 from echelon.pipeline import Costs, Schedule, schedules
 from echelon.pipeline.plan.action import parse
-from echelon.timeline.critical import critical_lines
+from echelon.timeline.boxes import critical_lines
+from echelon.timeline.drawing import compact
 from echelon.timeline.figure import figure_of
 from echelon.timeline.palette import COLORS
-from echelon.timeline.svg import compact
 from echelon.timeline.timeline import Level, Timeline, Transfer
 
 

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from echelon.launch.output import Console
-from echelon.simulation.script.calling_rank import CallingRank
-from echelon.simulation.script.output import RankOutput, pass_on
+from echelon.simulation.script.output import CallingRank, RankOutput, pass_on
 
 PIECES = 10_000
 

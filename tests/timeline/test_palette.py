@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 
 from echelon.errors import InvalidArgument
-from echelon.timeline.hatch import LINES
-from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, THEMES, contrast, text_color, theme_named, tone_of
+from echelon.timeline.palette import (
+    CAUSE_NAMES,
+    COLORS,
+    LINES,
+    NAMES,
+    THEMES,
+    contrast,
+    text_color,
+    theme_named,
+    tone_of,
+)
 
 # Of linear RGB; Machado, Oliveira and Fernandes, 2009, severity 1.
 SIGHT = {

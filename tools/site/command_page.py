@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from echelon.cli import app as cli
-from echelon.cli.examples import EXAMPLES
+from echelon.cli.app import EXAMPLES
 
 _INTRODUCTION = """# Commands
 

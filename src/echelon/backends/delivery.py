@@ -14,6 +14,7 @@ from echelon.backends.modes import normal_mode, overwrite
 from echelon.backends.operators import Combine
 from echelon.backends.work import Message, Received, Work
 from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch, UnsupportedOp
+from echelon.purposes import SAME_ARGUMENTS
 
 PIECE_BYTES = 1 << 18
 """Small enough for the cache of one core, large enough for a call of torch not to count. A multiple of every dtype."""
@@ -68,8 +69,7 @@ _DIM_BYTES = 48
 def disagreement(peer: int, theirs: str, own: str) -> CollectiveMismatch:
     """Returns the error of a rank in one operation for a peer in another."""
     return CollectiveMismatch(
-        f"rank {peer} is in {theirs}, this rank in {own}: "
-        "every rank must call the same operations in the same order with the same arguments",
+        f"rank {peer} is in {theirs}, this rank in {own}: {SAME_ARGUMENTS}",
         peer,
         theirs,
     )

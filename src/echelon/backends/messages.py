@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -201,7 +202,7 @@ class Messages(ABC):
         """
 
     @abstractmethod
-    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:
+    def cancel(self, work: Work[Any]) -> None:
         """Withdraws a receive that is still in flight: its tensor will not be written any more.
 
         Args:

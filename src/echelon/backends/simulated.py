@@ -145,7 +145,7 @@ class SimulatedMessages(Messages):
         self._post(Receive(work, ANY, tag, None, note, sources))
         return work
 
-    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
+    def cancel(self, work: Work[Any]) -> None:  # noqa: D102
         with self._control.changed:
             self._control.mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its timeout"))
 

@@ -10,6 +10,7 @@ import mmap
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import NamedTuple
 
 from echelon.checkpoint.fs import FileSystem, Input
@@ -48,10 +49,9 @@ def write_file(fs: FileSystem, path: str, blocks: Iterable[memoryview]) -> Store
     Raises:
         OSError: the file exists or cannot be written.
     """
-    file = fs.create(path)
-    try:
-        size, crcs = 0, []
-        last: Future[None] | None = None
+    size, crcs = 0, []
+    last: Future[None] | None = None
+    with closing(fs.create(path)) as file:
         with ThreadPoolExecutor(1, "checkpoint") as helper:
             for block in blocks:
                 # Before the wait: the helper writes the last block meanwhile.
@@ -63,8 +63,6 @@ def write_file(fs: FileSystem, path: str, blocks: Iterable[memoryview]) -> Store
             if last is not None:
                 last.result()
         file.sync()
-    finally:
-        file.close()
     return StoredFile(size, tuple(crcs))
 
 
@@ -76,12 +74,9 @@ def cut(memory: memoryview) -> Iterator[memoryview]:
 
 def read_file(fs: FileSystem, path: str) -> bytes:
     """Returns a whole small file. Raises OSError if it cannot be read."""
-    file = fs.open(path)
-    try:
+    with closing(fs.open(path)) as file:
         data = bytearray(file.size)
         return bytes(data[: file.read_into(0, memoryview(data))])
-    finally:
-        file.close()
 
 
 class CheckedFile:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from echelon.checkpoint.commit import bring_back, clear, is_records, prepare, remove_step, set_aside
 from echelon.checkpoint.folder import Folder, failed_to
 from echelon.checkpoint.fs import FileSystem
-from echelon.checkpoint.lock import Lock, holder_of, is_alive, is_held, wait_until, who_holds
+from echelon.checkpoint.lock import FileLock, holder_of, is_alive, is_held, wait_until, who_holds
 from echelon.checkpoint.priority import restore
 from echelon.errors import CheckpointError, FileError
 
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 _LOCK = ".lock"
 
 
-def claim(fs: FileSystem, folder: str, patience: float = PATIENCE) -> Lock:
+def claim(fs: FileSystem, folder: str, patience: float = PATIENCE) -> FileLock:
     """Makes the folder if need be, takes its lock, and waits for writers of earlier jobs. The caller closes the lock.
 
     Raises:

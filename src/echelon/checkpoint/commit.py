@@ -124,12 +124,9 @@ def commit(fs: FileSystem, folder: str, step: int, run: str, manifest: bytes) ->
     # A manifest that cannot be read, or files that others cannot, are not to be committed.
     for number, stored in enumerate(decode(manifest).files):
         _check_seen(fs, f"{draft}/{file_name(number)}", stored.size)
-    file = fs.create(f"{draft}/{NAME}")
-    try:
+    with contextlib.closing(fs.create(f"{draft}/{NAME}")) as file:
         file.write(manifest)
         file.sync()
-    finally:
-        file.close()
     fs.sync_folder(draft)
     if step_name(step) not in fs.list_folder(folder):
         fs.rename(draft, path)

@@ -90,13 +90,9 @@ class Folder:
         path = f"{self.path}/{step_name(step)}/{NAME}"
         data = b""
         try:
-            file = self.fs.open(path)
-            # A damaged one may be larger than memory.
-            try:
-                if file.size > MAX_MANIFEST:
+            with contextlib.closing(self.fs.open(path)) as file:
+                if file.size > MAX_MANIFEST:  # a damaged one may be larger than memory
                     return Found(step, None, f"{path} has {file.size} bytes: it is damaged", is_newer=False)
-            finally:
-                file.close()
             data = read_file(self.fs, path)
             manifest = decode(data)
         except (FileNotFoundError, NotADirectoryError):
@@ -226,12 +222,11 @@ class Folder:
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
-            try:
-                problems.extend(file.check())
-            except OSError as error:
-                raise failed_to("read", f"{folder}/{file_name(number)}", error) from None
-            finally:
-                file.close()
+            with contextlib.closing(file):
+                try:
+                    problems.extend(file.check())
+                except OSError as error:
+                    raise failed_to("read", f"{folder}/{file_name(number)}", error) from None
         return problems
 
     def _named(self) -> list[int]:

@@ -10,7 +10,7 @@ import stat
 from abc import ABC, abstractmethod
 from typing import final
 
-from echelon.checkpoint.lock import FileLock, Lock
+from echelon.checkpoint.lock import FileLock
 
 ASIDE = ".old"
 """Ends the name under which a folder waits while names are exchanged by renames."""
@@ -63,7 +63,7 @@ class FileSystem(ABC):
         """Opens a file to be read. Raises FileNotFoundError if there is none, or it is no ordinary file."""
 
     @abstractmethod
-    def lock(self, path: str) -> Lock:
+    def lock(self, path: str) -> FileLock:
         """Opens the lock of a file, which is made. It is not taken yet."""
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Disk(FileSystem):
         """Opens a file to be read."""
         return _DiskInput(path)
 
-    def lock(self, path: str) -> Lock:
+    def lock(self, path: str) -> FileLock:
         """Opens the lock of a file."""
         return FileLock(path)
 

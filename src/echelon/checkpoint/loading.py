@@ -100,15 +100,15 @@ class Checkpoint:
 
     def _read(self, by_file: dict[int, list[Read]]) -> None:
         for number in sorted(by_file):
-            with _advising(self._folder, self.step):
-                file = self._folder.open_file(self._manifest, number)
+            with (
+                _advising(self._folder, self.step),
+                contextlib.closing(self._folder.open_file(self._manifest, number)) as file,
+            ):
                 try:
                     file.read(by_file[number])
                 except OSError as error:
                     path = f"{self._folder.path}/{step_name(self.step)}/{file_name(number)}"
                     raise failed_to("read", path, error) from None
-                finally:
-                    file.close()
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ import os
 import socket
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from echelon.errors import FileError
 
@@ -24,23 +24,8 @@ _TICK = 0.02
 """Seconds between two looks at a lock that has a time limit."""
 
 
-class Lock(ABC):
-    """Lock that one process at a time can hold."""
-
-    path: str
-
-    @abstractmethod
-    def try_take(self) -> bool:
-        """Takes the lock. False if it is held."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Releases the lock. A second call does nothing."""
-
-
-@final
-class FileLock(Lock):
-    """Exclusive lock of a file that says who holds it."""
+class FileLock:
+    """Exclusive lock of a file that says who holds it. One process at a time can hold it."""
 
     def __init__(self, path: str) -> None:
         """Opens the file. The lock is not taken yet."""
@@ -62,7 +47,7 @@ class FileLock(Lock):
         return True
 
     def close(self, close: Callable[[int], None] = os.close) -> None:
-        """Releases the lock."""
+        """Releases the lock. A second call does nothing."""
         # By default `os.close`, which the module may have lost when the interpreter ends.
         file, self.fileno = self.fileno, -1
         if file >= 0:
@@ -101,6 +86,15 @@ def holder_of(path: str) -> str:
     return f"process {value['pid']} on {value.get('host')}"
 
 
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def is_held(path: str) -> bool:
     """Whether a process holds the lock of a file. False if there is no such file.
 
@@ -108,14 +102,11 @@ def is_held(path: str) -> bool:
         OSError: the file cannot be opened.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with _opened(path) as file:
+            # Shared, so that two processes that look at once do not take each other for the holder.
+            return not _flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
     except FileNotFoundError:
         return False
-    try:
-        # Shared, so that two processes that look at once do not take each other for the holder.
-        return not _flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
-    finally:
-        os.close(file)
 
 
 def wait_until(test: Callable[[], bool], seconds: float) -> bool:
@@ -134,12 +125,9 @@ def wait_for_end(path: str) -> dict[str, Any]:
     Raises:
         OSError: there is no such file, or it cannot be opened.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with _opened(path) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         return noted(file)
-    finally:
-        os.close(file)
 
 
 def is_alive(value: dict[str, Any]) -> bool | None:
@@ -167,13 +155,10 @@ def started_at(pid: int) -> int:
 def who_holds(path: str) -> dict[str, Any]:
     """Returns the content of a lock's file. Empty if there is none."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with _opened(path) as file:
+            return noted(file)
     except OSError:
         return {}
-    try:
-        return noted(file)
-    finally:
-        os.close(file)
 
 
 def _flock(file: int, how: int, path: str) -> bool:

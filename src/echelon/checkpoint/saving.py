@@ -23,7 +23,7 @@ from echelon.checkpoint.commit import clear, commit, draft_of, record_of, remove
 from echelon.checkpoint.folder import Folder, failed_to, how_to_go_back
 from echelon.checkpoint.fs import Disk, FileSystem
 from echelon.checkpoint.image import blocks, fill
-from echelon.checkpoint.lock import FileLock, Lock, is_held
+from echelon.checkpoint.lock import FileLock, is_held
 from echelon.checkpoint.manifest import FORMAT, Manifest, StoredFile, content_of, encode, file_name
 from echelon.checkpoint.plan import Plan, agree
 from echelon.checkpoint.state import Json, State
@@ -103,7 +103,7 @@ class Saver:
         self._versions = {"format": FORMAT, "echelon": version("echelon"), "torch": version("torch")}
         # Not of `random`, whose state is the program's.
         self._run = os.urandom(8).hex()
-        self._lock: Lock | None = None
+        self._lock: FileLock | None = None
         self._plan: Plan | None = None
         self._buffer = SharedBuffer()
         self._writer: Callable[[], _Outcome] | None = None

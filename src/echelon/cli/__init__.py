@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,3 +83,29 @@ def ended_by_sigint() -> int:
     """Writes a line on Ctrl-C to stderr, and returns the exit status for it."""
     print("echelon: ended by SIGINT", file=sys.stderr)
     return 130  # 128 + SIGINT, as a shell reports it
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+def signal_of(error: KeyboardInterrupt) -> signal.Signals:
+    """Returns the signal that has raised an error inside of `ending_by_sigterm`."""
+    return signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+
+
+@contextmanager
+def ending_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM raises `Terminated` in the main thread. No effect in other threads, which get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(_: int, __: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,12 +1,13 @@
-"""Registry of the commands, and the exit statuses of their errors."""
+"""Registry of the commands with their examples, and the exit statuses of their errors."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as version_of
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, cast
 
 import typer
@@ -17,7 +18,6 @@ from echelon.cli import checkpoint, ended_by_sigint
 from echelon.cli.bench import bench, tune
 from echelon.cli.doctor import doctor
 from echelon.cli.env import env
-from echelon.cli.examples import epilog
 from echelon.cli.foresee import foresee
 from echelon.cli.options import command
 from echelon.cli.plan import plan
@@ -25,6 +25,53 @@ from echelon.cli.plan_collective import is_asked_for, plan_collective
 from echelon.cli.run import run
 from echelon.cli.simulate import simulate
 from echelon.errors import EchelonError, FileError
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "run": ("echelon run -n 4 train.py --epochs 2", "echelon run -n 2 -q -m package.train"),
+        "simulate": (
+            "echelon simulate -n 8 --network 25GbE --costs measured --png a.png train.py",
+            "echelon simulate -n 4 --explore 1000 --faults kill:2@op=17 train.py",
+        ),
+        "foresee": (
+            "echelon foresee -n 64 --gpu h100 --html step.html train.py --batch-size 8",
+            'echelon foresee -n 16 --sweep "--tp {1,2,4} --pp {1,2}" train.py',
+            "echelon foresee --calibrate here.json",
+        ),
+        "plan": (
+            "echelon plan 1f1b -r 4 -m 16 --png plan.png",
+            "echelon plan --compare -r 4 -m 16 --memory-limit 4",
+            "echelon plan --search -r 8 -m 32 --forward 1,1,1,1,1,1,1,2",
+        ),
+        "plan all-reduce": (
+            "echelon plan all-reduce -r 8",
+            "echelon plan all-reduce --algorithm ring -r 4 --hosts 2x2 --svg ring.svg",
+        ),
+        "bench": (
+            "echelon bench all-reduce -n 4 --max 16M --vs gloo",
+            "echelon bench all-gather -n 8 --backend simulated --hosts 2x4",
+        ),
+        "tune": (
+            "echelon tune -n 4",
+            "echelon tune -n 8 --backend simulated --hosts 2x4 --output tuned.json",
+        ),
+        "doctor": ("echelon doctor", "srun --ntasks-per-node 1 echelon doctor"),
+        "env": ("echelon env --json",),
+        "checkpoint ls": ("echelon checkpoint ls checkpoints",),
+        "checkpoint verify": ("echelon checkpoint verify checkpoints --step 100",),
+        "checkpoint remove": ("echelon checkpoint remove checkpoints 110 120",),
+        "checkpoint export": ("echelon checkpoint export checkpoints --hf model",),
+        "checkpoint import": ("echelon checkpoint import checkpoints --dcp saved --step 100",),
+    }
+)
+"""Command lines by the names of commands. A test parses each."""
+
+
+def epilog(command: str) -> str:
+    """Returns the end of a command's help."""
+    # The mark keeps each line on its own.
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in EXAMPLES[command])
+
 
 _SETTINGS: dict[str, Any] = {
     "pretty_exceptions_enable": False,
@@ -79,37 +126,33 @@ app = _App(
 )
 collectives = _App(add_completion=False, **_SETTINGS)
 """`echelon plan` of a collective. A separate app, since its options differ from those of a pipeline schedule."""
-# Options after SCRIPT belong to the script, so these commands stop parsing there.
-app.command("run", epilog=epilog("run"), context_settings={"allow_interspersed_args": False})(run)
-app.command(
-    "simulate",
-    epilog=epilog("simulate"),
-    short_help="Runs a script on simulated ranks.",
-    context_settings={"allow_interspersed_args": False},
-)(command(simulate))
-app.command(
-    "foresee",
-    epilog=epilog("foresee"),
-    short_help="Foresees a training step of a script on a cluster.",
-    context_settings={"allow_interspersed_args": False},
-)(command(foresee))
-app.command("plan", epilog=epilog("plan"))(command(plan))
-app.command("bench", epilog=epilog("bench"), short_help="Measures the speed of a collective.")(command(bench))
-app.command("tune", epilog=epilog("tune"), short_help="Finds the fastest algorithms for this system.")(command(tune))
-app.command("doctor", epilog=epilog("doctor"), short_help="Checks this host for problems.")(doctor)
-app.command("env", epilog=epilog("env"), short_help="Prints versions and host for a bug report.")(env)
-collectives.command(epilog=epilog("plan all-reduce"))(command(plan_collective))
 checkpoints = _App(add_completion=False, **_SETTINGS)
 app.add_typer(checkpoints, name="checkpoint", help="Lists, checks, removes and converts checkpoints.")
-checkpoints.command("ls", epilog=epilog("checkpoint ls"))(checkpoint.ls)
-checkpoints.command(
-    "verify", epilog=epilog("checkpoint verify"), short_help="Reads every byte, and names what is damaged."
-)(checkpoint.verify)
-checkpoints.command("remove", epilog=epilog("checkpoint remove"), short_help="Removes checkpoints.")(checkpoint.remove)
-checkpoints.command("export", epilog=epilog("checkpoint export"), short_help="Writes a checkpoint in another format.")(
-    checkpoint.export
-)
-checkpoints.command("import", epilog=epilog("checkpoint import"))(checkpoint.import_)
+
+
+def _register(name: str, function: Callable[..., Any], short_help: str | None = None, **options: Any) -> None:
+    """Adds a command, such as "run" or "checkpoint ls". Its help ends with its examples."""
+    group, _, of_group = name.partition(" ")
+    to = checkpoints if group == "checkpoint" else app
+    to.command(of_group or name, epilog=epilog(name), short_help=short_help, **options)(function)
+
+
+# Options after SCRIPT belong to the script, so these commands stop parsing there.
+_STOPS: dict[str, Any] = {"context_settings": {"allow_interspersed_args": False}}
+_register("run", run, **_STOPS)
+_register("simulate", command(simulate), "Runs a script on simulated ranks.", **_STOPS)
+_register("foresee", command(foresee), "Foresees a training step of a script on a cluster.", **_STOPS)
+_register("plan", command(plan))
+_register("bench", command(bench), "Measures the speed of a collective.")
+_register("tune", command(tune), "Finds the fastest algorithms for this system.")
+_register("doctor", doctor, "Checks this host for problems.")
+_register("env", env, "Prints versions and host for a bug report.")
+_register("checkpoint ls", checkpoint.ls)
+_register("checkpoint verify", checkpoint.verify, "Reads every byte, and names what is damaged.")
+_register("checkpoint remove", checkpoint.remove, "Removes checkpoints.")
+_register("checkpoint export", checkpoint.export, "Writes a checkpoint in another format.")
+_register("checkpoint import", checkpoint.import_)
+collectives.command(epilog=epilog("plan all-reduce"))(command(plan_collective))
 
 
 def _print_version(asked_for: bool) -> None:

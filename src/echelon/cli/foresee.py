@@ -13,16 +13,14 @@ import typer
 from rich.console import Console as RichConsole
 
 from echelon.arguments import check_world_size, check_writable
-from echelon.cli import sweep
-from echelon.cli.combinations import combinations
+from echelon.cli import ending_by_sigterm, signal_of, sweep
 from echelon.cli.completion import NETWORKS
 from echelon.cli.misfit import Options, cures, options_of
 from echelon.cli.misplaced import no_ranks, note_misplaced
-from echelon.cli.options import Chrome, Json, Png, Svg, arguments_of, check_files, check_name, files_of, value
+from echelon.cli.options import Chrome, Json, Png, Svg, arguments_of, as_typed, check_files, check_name, files_of, value
 from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_json, working, write, write_files
 from echelon.cli.run import above_progress, console, tell
-from echelon.cli.signals import ending_by_sigterm, signal_of
-from echelon.cli.spelling import as_typed
+from echelon.cli.sweep import combinations
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.foresight.play.cluster import hosts_of
 from echelon.foresight.play.devices import device_named

@@ -1,9 +1,10 @@
-"""Options of the commands: dataclasses as parameters, and parsers of numbers."""
+"""Options of the commands: dataclasses as parameters, parsers of numbers, and their names in errors."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from fractions import Fraction
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
@@ -13,7 +14,6 @@ from typer.models import OptionInfo
 
 from echelon.arguments import check_writable, choices
 from echelon.cli.completion import completed
-from echelon.cli.spelling import as_typed
 from echelon.errors import EchelonError, LaunchError, ScheduleError
 from echelon.pipeline.plan.cost import Amount
 from echelon.timeline.timeline import Time
@@ -163,3 +163,27 @@ def check_files(options: object) -> None:
             raise ScheduleError(f"--{suffix} {path}: give a name that ends in .{suffix}, such as plan.{suffix}")
     for path in files.values():
         check_writable(path)
+
+
+_VALUE = r"""'[^']*'|"[^"]*"|\[[^\]]*\]|\([^)]*\)|[^\s,:;)]*"""
+
+
+def as_typed(text: str, options: Mapping[str, str]) -> str:
+    """Returns the text of an error with each argument as it is typed: `hosts=[3, 1]` of Python is `--hosts 3,1`.
+
+    Args:
+        text: an error of a function that the command has called, such as "hosts=[3, 1] have 4 ranks".
+        options: options of the command by the names of the arguments.
+    """
+    names = "|".join(map(re.escape, options))
+    # Not in a call, as in Kill(rank=1). Without "=" an argument stands at the beginning alone: "forward has 2 values".
+    argument = rf"(?<![\w.(-])({names})=({_VALUE})|\A({names})(?= has )"
+    return re.sub(argument, lambda found: _typed(options[found[1] or found[3]], found[2] or ""), text)
+
+
+def _typed(option: str, value: str) -> str:
+    if value[:1] in ("[", "("):
+        value = ",".join(part.strip() for part in value[1:-1].split(","))
+    elif value[:1] in ("'", '"'):
+        value = value[1:-1]
+    return f"{option} {value}".rstrip()

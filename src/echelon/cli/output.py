@@ -101,31 +101,36 @@ def working(
         yield
 
 
-class Counted(io.BufferedIOBase):
-    """Stream that counts its bytes."""
+class _Onward(io.BufferedIOBase):
+    """Stream in front of another one."""
 
     def __init__(self, target: BinaryIO) -> None:
         self._target = target
-        self.num_bytes = 0
+
+    def flush(self) -> None:
+        """Writes buffered data."""
+        self._target.flush()
+
+    def fileno(self) -> int:
+        return self._target.fileno()
+
+
+class Counted(_Onward):
+    """Stream that counts its bytes."""
+
+    num_bytes = 0
 
     def write(self, data: Any, /) -> int:
         """Writes the data."""
         self.num_bytes += len(data)
         return self._target.write(data)
 
-    def flush(self) -> None:
-        """Writes buffered data."""
-        self._target.flush()
 
-    def fileno(self) -> int:  # noqa: D102
-        return self._target.fileno()
-
-
-class WarnedOnce(io.BufferedIOBase):
+class WarnedOnce(_Onward):
     """Stream of marked lines. Leaves out a warning of Python that another rank has written already."""
 
     def __init__(self, target: BinaryIO) -> None:
-        self._target = target
+        super().__init__(target)
         self._mark_of: dict[bytes, bytes] = {}
         """Rank that has written a warning, by its text."""
         self._left_out: bytes | None = None
@@ -145,23 +150,16 @@ class WarnedOnce(io.BufferedIOBase):
                 self._target.write(line)
         return len(data)
 
-    def flush(self) -> None:
-        """Writes buffered data."""
-        self._target.flush()
-
-    def fileno(self) -> int:  # noqa: D102
-        return self._target.fileno()
-
 
 _MARK = re.compile(rb"(\x1b\[\d+m)?\[\d+\] (\x1b\[0m)?")
 
 
-class AboveProgress(io.BufferedIOBase):
+class AboveProgress(_Onward):
     """Stream of whole lines that are written while `working` shows its line: they appear above it."""
 
     def __init__(self, target: BinaryIO, terminal: BinaryIO) -> None:
         """Writes to `target`. `terminal` shows the line of `working`."""
-        self._target = target
+        super().__init__(target)
         self._terminal = terminal
 
     def write(self, data: Any, /) -> int:
@@ -169,10 +167,6 @@ class AboveProgress(io.BufferedIOBase):
         self._terminal.write(b"\r\x1b[2K")
         self._terminal.flush()
         return self._target.write(data)
-
-    def flush(self) -> None:
-        """Writes buffered data."""
-        self._target.flush()
 
 
 @contextmanager

@@ -11,13 +11,12 @@ from rich.progress import Progress
 
 from echelon.arguments import check_default_timeout, check_world_size
 from echelon.call_site import shortened
-from echelon.cli import fault_text
+from echelon.cli import ending_by_sigterm, fault_text, signal_of
 from echelon.cli.completion import NETWORKS
 from echelon.cli.misplaced import no_ranks, note_misplaced
 from echelon.cli.options import Chrome, Html, Json, Png, Svg, check_files, check_name, files_of, value
 from echelon.cli.output import exact, only_json, rich_console, to_json, working, write_files
 from echelon.cli.run import above_progress, console, tell
-from echelon.cli.signals import ending_by_sigterm, signal_of
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.output import Console
 from echelon.launch.run import BY_ITSELF, Program

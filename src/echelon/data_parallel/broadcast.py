@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 
@@ -43,8 +43,8 @@ def check_same_lines(lines: Sequence[str], group: ProcessGroup) -> None:
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     if len(set(map(str, group.all_gather_object(digest)))) == 1:
         return
-    by_rank = [_strings(value) for value in group.all_gather_object(list[JsonLike](lines))]
-    raise CollectiveMismatch(first_difference(by_rank, group.ranks))
+    by_rank = group.all_gather_object(list[JsonLike](lines))
+    raise CollectiveMismatch(first_difference(cast("list[list[str]]", by_rank), group.ranks))
 
 
 def outline(module: torch.nn.Module) -> list[str]:
@@ -74,10 +74,6 @@ def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> 
                     "build the same model with the same options on every rank"
                 )
     raise AssertionError("all ranks are equal")
-
-
-def _strings(value: JsonLike) -> list[str]:
-    return [str(line) for line in value] if isinstance(value, list) else []
 
 
 def check_module(module: object) -> None:

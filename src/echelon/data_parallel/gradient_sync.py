@@ -501,9 +501,9 @@ class _ForwardHook:
         passed = _Forward(sync, num_samples, batch)
         if module.training:
             passed.count()
-        for tensor in _tensors_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(passed.on_gradient)  # type: ignore[no-untyped-call]
+        for value in _leaves_of(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(passed.on_gradient)  # type: ignore[no-untyped-call]
 
 
 class _Forward:
@@ -524,11 +524,6 @@ class _Forward:
         self.count()
         if sync := self._sync():
             sync.on_output_gradient()
-
-
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples, lists and mappings."""
-    return (each for each in _leaves_of(value) if isinstance(each, Tensor))
 
 
 def _leaves_of(value: Any) -> Iterator[Any]:

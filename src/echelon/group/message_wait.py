@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from echelon.backends.base import Backend
@@ -82,14 +83,14 @@ def wait_for(
 
 def receive(
     backend: Backend,
-    work: Work[Any],
+    work: Work[T],
     peers: Sequence[int],
     members: Collection[int],
     context: int,
     timeout: float,
     *,
     is_blocking: bool,
-) -> Any:
+) -> T:
     """Waits as `wait_for` does, and withdraws the receive if the wait ends without it: the next one gets the message.
 
     A message that has come before it could be withdrawn is returned, however late it is: else it would be lost.
@@ -111,39 +112,28 @@ def _is_of(tag: Tag, context: int) -> bool:
     return tag.context == context and tag.sequence == 0
 
 
+@dataclass(slots=True)
 class MessageLateness:
-    """Diagnosis of a late message, sent or received."""
+    """Diagnosis of a late message, sent or received.
 
-    __slots__ = ("_backend", "_context", "_is_receive", "_members", "_peers")
+    Args:
+        backend: Backend of the message.
+        peers: The backend's ranks that may complete the message.
+        members: The backend's ranks of the group.
+        context: Context of the group.
+        is_receive: Whether it is received.
+    """
 
-    def __init__(
-        self,
-        backend: Backend,
-        peers: Sequence[int],
-        members: Collection[int],
-        context: int,
-        *,
-        is_receive: bool = False,
-    ) -> None:
-        """Describes the message.
-
-        Args:
-            backend: Backend of the message.
-            peers: The backend's ranks that may complete the message.
-            members: The backend's ranks of the group.
-            context: Context of the group.
-            is_receive: Whether it is received.
-        """
-        self._backend = backend
-        self._is_receive = is_receive
-        self._peers = peers
-        self._members = members
-        self._context = context
+    backend: Backend
+    peers: Sequence[int]
+    members: Collection[int]
+    context: int
+    is_receive: bool = False
 
     def ends_within(self, work: Work[Any], seconds: float) -> bool:
         """Blocks until the message is done; see `message_cycle.ends_within`."""
-        if self._is_receive and len(self._peers) == 1:
-            return ends_within(self._backend, work, self._peers[0], seconds)
+        if self.is_receive and len(self.peers) == 1:
+            return ends_within(self.backend, work, self.peers[0], seconds)
         return work.ends_within(seconds)
 
     def patience(self) -> float:
@@ -156,7 +146,7 @@ class MessageLateness:
 
     def describe_peers(self, seconds: float) -> Timeout:
         """Queries the group's ranks and returns an error that describes them. Blocks for at most 2 s."""
-        return describe_peers(self._backend, self._peers, self._members, self._context, min(seconds, ANSWER_SECONDS))
+        return describe_peers(self.backend, self.peers, self.members, self.context, min(seconds, ANSWER_SECONDS))
 
 
 def describe_peers(

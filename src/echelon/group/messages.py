@@ -387,18 +387,8 @@ class PointToPoint(GroupBase):
     def _receive(self, work: Work[T], peers: Sequence[int], timeout: Seconds, *, is_blocking: bool) -> T:
         """Waits for a receive, and cancels it at the timeout."""
         seconds = self.timeout if timeout is None else max(0.0, timeout)
-        return cast(
-            "T",
-            receive(
-                self.backend,
-                work,
-                [self.ranks[peer] for peer in peers],
-                self.ranks,
-                self.context,
-                seconds,
-                is_blocking=is_blocking,
-            ),
-        )
+        sources = [self.ranks[peer] for peer in peers]
+        return receive(self.backend, work, sources, self.ranks, self.context, seconds, is_blocking=is_blocking)
 
 
 def _is_in_mode() -> bool:

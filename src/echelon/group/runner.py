@@ -15,6 +15,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
@@ -466,26 +467,21 @@ def _signed(signature: int, checksum: int) -> int:
     return (signature * 0x85EBCA6B + checksum) & 0xFFFFFFFF
 
 
+@dataclass(slots=True)
 class Lateness:
-    """Diagnosis of late work in a group's lane: a collective, or a job that calls collectives."""
+    """Diagnosis of late work in a group's lane: a collective, or a job that calls collectives.
 
-    __slots__ = ("_backend", "_find", "_ranks", "_timeout")
+    Args:
+        backend: The group's backend.
+        ranks: The backend's rank of each member.
+        timeout: Timeout of a collective, in seconds.
+        find: Returns the collective that the work waits for. None if it waits for none.
+    """
 
-    def __init__(
-        self, backend: Backend, ranks: Sequence[int], timeout: float, find: Callable[[], OperationRecord | None]
-    ) -> None:
-        """Describes the work.
-
-        Args:
-            backend: The group's backend.
-            ranks: The backend's rank of each member.
-            timeout: Timeout of a collective, in seconds.
-            find: Returns the collective that the work waits for. None if it waits for none.
-        """
-        self._backend = backend
-        self._find = find
-        self._ranks = ranks
-        self._timeout = timeout
+    backend: Backend
+    ranks: Sequence[int]
+    timeout: float
+    find: Callable[[], OperationRecord | None]
 
     def ends_within(self, work: Work[Any], seconds: float) -> bool:
         """Waits for the work. The collective finds a deadlock by itself."""
@@ -497,25 +493,24 @@ class Lateness:
         0 if it has not begun, or if its timeout is more than 1 s away.
         """
         # Its own error says more than that of the wait: it has queried all ranks.
-        record = self._find()
+        record = self.find()
         begun = None if record is None else record.begun
         if begun is None:
             return 0.0
-        left = begun + self._timeout - self._backend.now()
+        left = begun + self.timeout - self.backend.now()
         return left + ANSWER_SECONDS + _SLACK_SECONDS if left < _SLACK_SECONDS else 0.0
 
     def is_of(self, flight: OperationRecord) -> bool:
         """Whether the work waits for a collective."""
-        return self._find() is flight
+        return self.find() is flight
 
     def describe_peers(self, seconds: float) -> Timeout:
         """Queries all ranks of the group and returns an error that describes them. Blocks for at most 2 s."""
-        record = self._find()
+        record = self.find()
         if record is None:
             return Timeout("no collective of this work is under way")
-        begun = record.started if record.begun is None else record.begun
         try:
-            return HangDiagnosis(self._backend, self._ranks, record, begun).timeout(min(seconds, ANSWER_SECONDS))
+            return _diagnosis(self.backend, self.ranks, record).timeout(min(seconds, ANSWER_SECONDS))
         except CollectiveMismatch as mismatch:
             return Timeout(str(mismatch))
 

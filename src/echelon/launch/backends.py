@@ -27,10 +27,6 @@ Raises LaunchError if the host or torch lacks something that the backend needs.
 # The launcher reads names without importing torch, which takes seconds. So each opener imports its backend late.
 
 
-def _keep(tcp: TcpBackend, _: float) -> Backend:
-    return tcp
-
-
 def _share(tcp: TcpBackend, seconds: float, *, required: bool) -> Backend:
     from echelon.backends.shared.backend import share
 
@@ -46,7 +42,7 @@ def _engage(tcp: TcpBackend, seconds: float, *, name: str) -> Backend:
 OPENERS: Mapping[str, Opener] = {
     "auto": partial(_share, required=False),
     "shm": partial(_share, required=True),
-    "tcp": _keep,
+    "tcp": lambda tcp, _: tcp,
     **{name: partial(_engage, name=name) for name in ENGINES},
 }
 """By name: backends of ranks that are processes."""

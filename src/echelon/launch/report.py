@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import gc
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon.call_site import is_foreign, is_own
 from echelon.errors import (
@@ -40,6 +41,7 @@ from echelon.errors import (
     Timeout,
     describe_exit_of,
     failure_of,
+    message_of,
     status_of,
     summarize,
 )
@@ -47,7 +49,6 @@ from echelon.hint import hint_of
 from echelon.launch import whereabouts
 from echelon.launch.advice import advise
 from echelon.launch.at_start import sitecustomize as at_start
-from echelon.launch.wrapped import unwrapped
 from echelon.wording import counted, listed
 
 if TYPE_CHECKING:
@@ -275,15 +276,19 @@ def _fold(described: traceback.TracebackException, is_on_purpose: bool) -> None:
 
 def write(path: str, failure: RankFailure) -> bool:
     """Writes `failure` to `path`. True if it could be written."""
-    # Renamed when complete: the launcher reads the file while this rank is still running.
-    partial = f"{path}.{os.getpid()}"
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(failure), file)
-        os.replace(partial, path)
+        _put(path, dataclasses.asdict(failure))
     except OSError:
         return False
     return True
+
+
+def _put(path: str, values: dict[str, Any]) -> None:
+    # Renamed when complete: the launcher reads the file while this rank is still running.
+    partial = f"{path}.{os.getpid()}"
+    with open(partial, "w", encoding="utf-8") as file:
+        json.dump(values, file)
+    os.replace(partial, path)
 
 
 def read(path: str) -> RankFailure | None:
@@ -299,12 +304,9 @@ def read(path: str) -> RankFailure | None:
 def note_checkpoint(step: int, path: str) -> None:
     """Tells the launcher that a checkpoint is on disk. Does nothing without a launcher."""
     if error_file := os.environ.get(ERROR_FILE):
-        partial = f"{error_file}.checkpoint-{os.getpid()}"
         # A writer in the background outlives the launcher, and so the folder of these files.
         with suppress(OSError):
-            with open(partial, "w", encoding="utf-8") as file:
-                json.dump({"step": step, "path": path}, file)
-            os.replace(partial, _checkpoint_file(error_file))
+            _put(_checkpoint_file(error_file), {"step": step, "path": path})
 
 
 def noted_checkpoint(error_file: str) -> tuple[int, str] | None:
@@ -454,3 +456,29 @@ def _was_unwound(frame: FrameType | None) -> bool:
         return False
     # By prefix: CPython 3.12 added RETURN_CONST beside RETURN_VALUE.
     return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+_PLACES = "\n\nAt:\n"
+"""Words before the places in the text of such a RuntimeError."""
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """Returns a copy of the error of Echelon that `error` repeats, with the traceback and notes of `error`.
+
+    torch's C++ keeps the text of a Python exception alone, after words of its own and before lines "At:". The exception
+    itself is still held by the future that failed, and so it is found among the objects of this process. Returns
+    `error` itself if it repeats none.
+    """
+    text = message_of(error)
+    if type(error) is not RuntimeError or _PLACES not in text:
+        return error
+    text = text.partition(_PLACES)[0]
+    # By type(), since isinstance asks values of the user for their class.
+    alive = [each for each in gc.get_objects() if issubclass(type(each), EchelonError)]
+    for inner in alive:
+        if text.endswith(f"{type(inner).__name__}: {message_of(inner)}"):
+            make, arguments = inner.__reduce__()[:2]
+            copy: EchelonError = make(*arguments)
+            copy.__notes__ = [*getattr(inner, "__notes__", ()), *getattr(error, "__notes__", ())]
+            return copy.with_traceback(error.__traceback__)
+    return error

@@ -36,9 +36,8 @@ from echelon.launch.call import RankCall
 from echelon.launch.environment import on_one_host, without_launcher
 from echelon.launch.init import CONNECT_TIMEOUT, carry, provide
 from echelon.launch.pickling import dumps
-from echelon.launch.report import RankFailure, describe_exit, exit_status
+from echelon.launch.report import RankFailure, describe_exit, exit_status, unwrapped
 from echelon.launch.tuned import agreed_table
-from echelon.launch.wrapped import unwrapped
 
 _NEW_INTERPRETER = multiprocessing.get_context("spawn")
 _FAREWELL = b""

@@ -152,7 +152,7 @@ class VirtualMessages(Messages):
         self._boundary.leave(task)
         return work
 
-    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
+    def cancel(self, work: Work[Any]) -> None:  # noqa: D102
         self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its timeout"))
 
     def will_wait(self) -> AbstractContextManager[object]:  # noqa: D102

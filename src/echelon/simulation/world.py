@@ -22,6 +22,7 @@ from echelon.backends.work import Work
 from echelon.call_site import Place, calling_place, line_of, source_of
 from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.operation_records import FlightRecorder
+from echelon.purposes import SAME_ARGUMENTS
 from echelon.replacements import Replacement
 from echelon.simulation.called_lines import CalledLines
 from echelon.simulation.costs import Meter, StepCost
@@ -349,7 +350,7 @@ class World:
         place = "" if flight is None else f" at {line_of(flight.place)}"
         return CollectiveMismatch(
             f"rank {absent} has returned without {readable(note) or 'a collective'}, which rank {caller} called"
-            f"{place}: every rank must call the same operations in the same order with the same arguments"
+            f"{place}: {SAME_ARGUMENTS}"
         )
 
     def _place_of_send(self, src: int, dst: int, tag: Tag) -> str:

@@ -1,15 +1,17 @@
-"""Layout of a timeline as rows of boxes, shared by the figure, the page and the terminal."""
+"""Layout of a picture, shared by the figure, the page and the terminal: rows of boxes, lines, order and scales."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import groupby, pairwise
 from typing import NamedTuple, cast
 
 from echelon.timeline.palette import NAMES, Tone, tone_of
 from echelon.timeline.timeline import Divided, Gap, Level, Span, Timeline
+from echelon.timeline.words import is_measured
 
 # Steps such as "all_reduce #1" and "all_reduce #2" share a short text, which ends before the first number or bracket.
 _NAME = re.compile(r"[^\d(\[,]*")
@@ -171,3 +173,70 @@ def _divided(spans: Iterable[Span]) -> frozenset[type]:
     # A protocol is slow to check, and a long run has a million steps of two types.
     steps = {type(span.step): span.step for span in spans}
     return frozenset(kind for kind, step in steps.items() if isinstance(step, Divided))
+
+
+def critical_lines(timeline: Timeline) -> list[tuple[float, int, float, int]]:
+    """Returns the critical path as lines (start, rank, end, rank): along its spans, and from rank to rank.
+
+    Empty if the timeline has no transfers: then the path is that of one rank, and shows nothing.
+    """
+    if not timeline.transfers:
+        return []
+    lines: list[tuple[float, int, float, int]] = []
+    path = [
+        (item.rank, float(item.span.start - timeline.start), float(item.span.end - timeline.start))
+        for item in timeline.critical_path
+    ]
+    for (rank, _, end), (other, start, _) in pairwise(path):
+        if rank != other:
+            lines.append((end, rank, start, other))
+    # Spans of one rank in a row are one line.
+    for rank, spans in groupby(path, key=lambda place: place[0]):
+        places = list(spans)
+        lines.append((places[0][1], rank, places[-1][2], rank))
+    return lines
+
+
+# Two timelines whose work differs by at most this factor are assumed to be in the same unit.
+_SAME_UNIT = 1.5
+
+
+def planned_first(timeline: Timeline, against: Timeline | None) -> list[Timeline]:
+    """Returns the timelines of a picture from top to bottom: a measured run is below a planned one.
+
+    A plan whose work is about that of a run in seconds is taken to be in seconds as well.
+    """
+    if against is None:
+        return [timeline]
+    swapped = is_measured(against) and not is_measured(timeline)
+    both = [timeline, against] if swapped else [against, timeline]
+    if _have_same_unit(both) and "s" in (timeline.unit, against.unit):
+        return [replace(each, unit="s") for each in both]
+    return both
+
+
+def lengths(timelines: list[Timeline]) -> list[float]:
+    """Returns the time that each axis shows.
+
+    Both axes are equal if the work is about the same. Otherwise the units differ, such as a plan that counts forwards
+    and a measured run in seconds. Then equal work is equally wide, and only idle time differs.
+    """
+    makespans = [float(timeline.makespan) for timeline in timelines]
+    work = _work(timelines)
+    if not all(work):
+        return [makespan or 1.0 for makespan in makespans]
+    if _have_same_unit(timelines):
+        return [max(makespans)] * len(makespans)
+    stretch = max(makespan / busy for makespan, busy in zip(makespans, work, strict=True))
+    return [busy * stretch for busy in work]
+
+
+def _work(timelines: list[Timeline]) -> list[float]:
+    return [float(max(timeline.busy, default=0)) for timeline in timelines]
+
+
+def _have_same_unit(timelines: list[Timeline]) -> bool:
+    if all(timeline.unit == "s" for timeline in timelines):
+        return True
+    work = _work(timelines)
+    return 0 < max(work) <= _SAME_UNIT * min(work)

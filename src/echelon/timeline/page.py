@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from string import Template
 
-from echelon.timeline.arrangement import lengths, planned_first
+from echelon.timeline.boxes import lengths, planned_first
 from echelon.timeline.timeline import Timeline
 from echelon.timeline.widget.data import Data, panel_of
 from echelon.timeline.widget.markup import frame, resource, script, style, widget

@@ -1,4 +1,4 @@
-"""Colours of pictures: a hue for each kind of step, shades of idle time, and the themes around them.
+"""Colours of pictures: a hue for each kind of step, shades and hatching of idle time, and the themes around them.
 
 The colours were found by a search in OKLCH (Ottosson, 2020) under four rules, which tests/timeline/test_palette.py
 checks:
@@ -12,9 +12,10 @@ checks:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from echelon.errors import InvalidArgument
 from echelon.timeline.timeline import Cause
@@ -207,3 +208,38 @@ def _luminance(color: str) -> float:
     channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+# matplotlib has hatches, but writes all their lines into an SVG, which makes it three times as large.
+LINES: Mapping[Cause, tuple[float, float]] = {
+    "warm_up": (0.0, 0.18),
+    "other_ranks": (0.09, 0.0),
+    "transfer": (0.0, 0.045),
+    "overhead": (0.1, 0.1),
+    "drain": (0.0, 0.18),
+}
+"""Inches between rising lines and between falling lines of a cause. 0: there are none."""
+
+
+class Stroke(NamedTuple):
+    """Line from one point to another."""
+
+    left: float
+    first: float
+    right: float
+    second: float
+
+
+def strokes(cause: Cause, left: float, right: float, top: float, bottom: float) -> Iterator[Stroke]:
+    """Yields the lines across a rectangle, in inches with y downwards."""
+    height = bottom - top
+    for distance, rises in zip(LINES[cause], (True, False), strict=True):
+        if not distance:
+            continue
+        # Multiples of the distance, not of the rectangle's edge: neighbours then look like one area.
+        for number in range(math.floor((left - height) / distance), math.ceil(right / distance)):
+            start = number * distance
+            first, last = max(left, start), min(right, start + height)
+            if first < last:
+                down, up = (bottom, -1) if rises else (top, 1)
+                yield Stroke(first, down + up * (first - start), last, down + up * (last - start))

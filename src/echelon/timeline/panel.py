@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from echelon.timeline.boxes import Box, Row, TimelineLayout
-from echelon.timeline.critical import critical_lines
-from echelon.timeline.hatch import strokes
-from echelon.timeline.palette import COLORS, Theme, text_color
+from echelon.timeline.boxes import Box, Row, TimelineLayout, critical_lines
+from echelon.timeline.palette import COLORS, Theme, strokes, text_color
 from echelon.timeline.timeline import Cause, Timeline
 from echelon.timeline.words import axis_words, memory_text, time_scale
 

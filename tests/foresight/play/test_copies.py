@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.foresight.digest import digest
 from echelon.foresight.play.allocator import memory_of
 from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.play.player import play
+from echelon.foresight.roles import digest
 from echelon.foresight.trace import Allocate, Copy, HostKernel
 from tests.helpers.traces import LINKS, PLAIN, Step
 

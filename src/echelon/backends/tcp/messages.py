@@ -112,7 +112,7 @@ class TcpMessages(Messages):
             if not receive.work.has_ended:
                 progress.call_background()
 
-    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
+    def cancel(self, work: Work[Any]) -> None:  # noqa: D102
         error = Timeout(f"{work.description}: withdrawn after its timeout")
         with self.progress.lock:
             self.mailbox.withdraw(work, error, self._peers.deliveries())

@@ -25,7 +25,7 @@ from echelon.backends.matching import Mailbox
 from echelon.call_site import line_of
 from echelon.errors import CollectiveMismatch, ProtocolError
 from echelon.operation_records import FlightRecorder, OperationRecord
-from echelon.purposes import cure_of
+from echelon.purposes import SAME_ARGUMENTS, cure_of
 from echelon.wording import counted
 
 MAX_TALLIES = 256
@@ -34,7 +34,6 @@ _GROUPS_WITH_LINES = 8
 """Most groups, the newest, of which a rank tells the lines of its calls."""
 _NAMES = string.ascii_letters + string.digits
 """One-letter names of different lines."""
-_ADVICE = "every rank must call the same operations in the same order with the same arguments"
 
 
 class Parting:
@@ -135,7 +134,7 @@ class Parting:
         if number == tally.sequence and (mine is None or mine.signature == tally.step):
             return None
         here = "no collective of it" if mine is None else mine.with_marks()
-        advice = cure_of({self._rank: here, peer: tally.note}, have_ended=True) or _ADVICE
+        advice = cure_of({self._rank: here, peer: tally.note}, have_ended=True) or SAME_ARGUMENTS
         return CollectiveMismatch(
             f"rank {self._rank} closes its group after {here}, {number} in all, but rank {peer} closed it after "
             f"{tally.note}, {tally.sequence} in all: {advice}",

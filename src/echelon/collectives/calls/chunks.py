@@ -91,18 +91,26 @@ class FlatChunks(Chunks):
             # Received, or combined, in place already.
             if own.data_ptr() == other.data_ptr():
                 continue
-            if isinstance(step, Recv):
-                own.copy_(other)
-                continue
-            assert combine is not None, "a plan with Reduce steps needs an operator"
-            if step.received_first:
-                combine(other, own)
-                own.copy_(other)
+            if isinstance(step, Reduce):
+                in_order(step, combine)(own, other)
             else:
-                combine(own, other)
+                own.copy_(other)
 
     def copy(self, step: Copy) -> None:  # noqa: D102
         self.part(step.chunk).copy_(self.part(step.source))
+
+
+def in_order(step: Reduce, combine: Combine | None) -> Combine:
+    """Returns the operator of a step, with own and received values in the order that it demands."""
+    assert combine is not None, "a plan with Reduce steps needs an operator"
+    if not step.received_first:
+        return combine
+
+    def received_first(own: Tensor, other: Tensor) -> None:
+        combine(other, own)
+        own.copy_(other)
+
+    return received_first
 
 
 class ReadOnlyChunks(Chunks):

@@ -11,6 +11,8 @@ all ranks are queried, so that the error names the rank that is behind, not a ra
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident, main_thread
 
@@ -19,10 +21,9 @@ from echelon.backends.message_cycle import chain, described
 from echelon.backends.status import ANSWER_SECONDS, Question, Standing, Status, wait_behind
 from echelon.backends.work import is_waited_for
 from echelon.call_site import may_run_in_other_threads, shortened
-from echelon.collectives.calls.difference import SAME_CALLS, advice_on, lone
 from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
 from echelon.operation_records import CALLED_FROM, FlightRecorder, OperationRecord
-from echelon.purposes import cure_of
+from echelon.purposes import SAME_ARGUMENTS, SAME_CALLS, cure_of
 from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
@@ -37,7 +38,6 @@ _COMPARED = 200
 """Number of earlier calls whose lines are compared."""
 _NOT_CALLED = (Standing.BEFORE, Standing.ELSEWHERE)
 _BEHIND = (*_NOT_CALLED, Standing.BLOCKED)
-_ADVICE = f"{SAME_CALLS} with the same arguments"
 
 
 class HangDiagnosis:
@@ -102,7 +102,7 @@ class HangDiagnosis:
         if status.standing == Standing.PAST:
             raise CollectiveMismatch(
                 f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
-                f"the awaited message: choose the same algorithm on every rank, and {_ADVICE}"
+                f"the awaited message: choose the same algorithm on every rank, and {SAME_ARGUMENTS}"
             )
 
     def _plan_next_check(self) -> None:
@@ -242,7 +242,9 @@ class HangDiagnosis:
         advice = cure_of({self._backend.rank: mine, peer: theirs})
         if not advice and first is not None and not parted:
             advice = advice_on(first.with_marks(), theirs) or self._lone(first)
-        return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}{parted}: {advice or _ADVICE}", peer, theirs)
+        return CollectiveMismatch(
+            f"{mine}, but {theirs} on rank {peer}{parted}: {advice or SAME_ARGUMENTS}", peer, theirs
+        )
 
     def _lone(self, flight: OperationRecord) -> str:
         """Returns advice that names the only rank which differs from all others. Empty if there is none."""
@@ -270,7 +272,7 @@ class HangDiagnosis:
             lambda each: f" at {lines[each.sequence]}" if each.sequence in lines else "",
             (self._backend.rank, failure.rank),
         )
-        advice = cure_of({self._backend.rank: str(self._flight), failure.rank: ""}, have_ended=True) or _ADVICE
+        advice = cure_of({self._backend.rank: str(self._flight), failure.rank: ""}, have_ended=True) or SAME_ARGUMENTS
         has_left = f"rank {failure.rank} {failure.reason.removeprefix('it ')}"
         return CollectiveMismatch(f"{self._mine()}, but {has_left}{parted}: {advice}", departed=failure.rank)
 
@@ -389,3 +391,48 @@ def silence(backend: Backend, rank: int, seconds: float) -> str:
 
 def _whole_minutes(seconds: float) -> float:
     return seconds // WARN_SECONDS * WARN_SECONDS
+
+
+_OPERATION = re.compile(
+    r"(?P<name>\w+)(?:\((?P<arguments>[^()]*)\))?(?: of (?P<rows>rows of )?(?P<dtype>\w+)(?P<shape>\[.*\]))?"
+)
+"""Text of a collective, as `Collective.note` writes it."""
+
+
+def advice_on(mine: str, theirs: str) -> str:
+    """Returns the arguments to make equal, if two ranks differ in these alone. Empty if they differ in more.
+
+    Args:
+        mine, theirs: operations of both ranks as text, with number, group and line.
+    """
+    here, there = mine.partition(", #"), theirs.partition(", #")
+    one, other = _OPERATION.fullmatch(here[0]), _OPERATION.fullmatch(there[0])
+    if here[2] != there[2] or one is None or other is None:
+        return ""
+    if any(one[part] != other[part] for part in ("name", "rows")) or (one["shape"] is None) != (other["shape"] is None):
+        return ""
+    of_tensors = [part for part in ("shape", "dtype") if one[part] != other[part]]
+    arguments = [(match["arguments"] or "").split(", ") for match in (one, other)]
+    names = [a.partition("=")[0] if "=" in a else "op" for a, b in zip(*arguments, strict=False) if a != b]
+    what = f"{'rows' if one['rows'] else 'tensors'} of the same {' and '.join(of_tensors)}" if of_tensors else ""
+    same = f"the same {' and '.join(names)}" if names else ""
+    return f"give {' and '.join(filter(None, (what, same)))} on every rank" if what or same else ""
+
+
+def lone(texts: Mapping[int, str]) -> str:
+    """Returns a sentence on the only rank that calls another operation than all others. Empty if there is none.
+
+    Args:
+        texts: the operation of each rank of the group, as text.
+    """
+    counts = Counter(texts.values())
+    if len(counts) != 2 or len(texts) < 3 or 1 not in counts.values():
+        return ""
+    others, odd = (text for text, _ in counts.most_common())
+    rank = next(rank for rank, text in texts.items() if text == odd)
+    mine, theirs = _name(odd), _name(others)
+    return "" if mine == theirs else f"rank {rank} alone calls {mine} where all others call {theirs}"
+
+
+def _name(text: str) -> str:
+    return re.split(r" of |[,(]", text, maxsplit=1)[0].strip()

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-import torch
-
 from echelon.backends.base import Backend
 from echelon.backends.collective import wait_and_look
 from echelon.backends.formats.wire import Tag, signed
 from echelon.backends.operators import Combine
 from echelon.backends.work import Work
-from echelon.collectives.calls.chunks import Chunks
+from echelon.collectives.calls.chunks import Chunks, in_order
 from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.collectives.plans.select import Selector
 from echelon.operation_records import OperationRecord
@@ -123,7 +121,7 @@ def _run_round(steps: _Round, channel: Channel, chunks: Chunks, combine: Combine
     # Receives are posted before anything is sent, so that messages of fast peers go straight to their buffers.
     receives = []
     for step in steps.coming:
-        how = _in_order(step, combine) if chunks.combines_in_place and isinstance(step, Reduce) else None
+        how = in_order(step, combine) if chunks.combines_in_place and isinstance(step, Reduce) else None
         works = []
         for place in chunks.places(step, busy):
             works.append(
@@ -147,19 +145,6 @@ def _run_round(steps: _Round, channel: Channel, chunks: Chunks, combine: Combine
             _finish(sends, channel)
         chunks.keep(step, came, combine)
     _finish(sends, channel)
-
-
-def _in_order(step: Reduce, combine: Combine | None) -> Combine:
-    """Returns the operator of a step, with own and received values in the order that it demands."""
-    assert combine is not None, "a plan with Reduce steps needs an operator"
-    if not step.received_first:
-        return combine
-
-    def received_first(own: torch.Tensor, other: torch.Tensor) -> None:
-        combine(other, own)
-        own.copy_(other)
-
-    return received_first
 
 
 def _finish(sends: list[tuple[Work[None], int]], channel: Channel) -> None:

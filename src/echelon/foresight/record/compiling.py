@@ -1,18 +1,26 @@
-"""torch.compile in a recorded program: the code runs as it is, and its kernels are marked.
+"""torch.compile and torch.export in a recorded program.
 
-The compiler itself would need values and kernels. `echelon.foresight.play.fusion` joins the marked kernels. Code that
-`torch.jit` traces or freezes runs as it is, too, and its kernels are not joined. Code that it scripts is interpreted by
-torch itself.
+Compiled code runs as it is, and its kernels are marked: the compiler itself would need values and kernels.
+`echelon.foresight.play.fusion` joins the marked kernels. Code that `torch.jit` traces or freezes runs as it is, too,
+and its kernels are not joined. Code that it scripts is interpreted by torch itself.
+
+A model is exported outside of the recording, as when a pipeline traces it. Export has fake tensors and modes of its
+own, whose sizes are symbols. A recording would count its operations as the program's, and does not know symbols as
+sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.modules import compiled_by
+from echelon._torch_private.tensors import FakeTensor, tree_map, without_modes
+from echelon.foresight.record.device import mapped
 from echelon.foresight.record.here import Recording, in_place_of, in_ranks, recording_here
 from echelon.replacements import Replacement
 
@@ -24,12 +32,13 @@ _OF_JIT = ("trace", "freeze", "optimize_for_inference")
 
 
 def not_compiled() -> list[Replacement]:
-    """Lets recorded ranks compile nothing. Their assumptions say so."""
+    """Lets recorded ranks compile nothing, which their assumptions say, and export outside of their recording."""
     return [
         Replacement(torch, "compile", in_ranks(_compile)),
         Replacement(torch.nn.Module, "compile", in_ranks(_compile_itself)),
         *(Replacement(torch.jit, name, in_ranks(_as_it_is)) for name in _OF_JIT),
         *compiled_by(in_ranks(_run_uncompiled)),
+        Replacement(torch.export, "export", in_ranks(_export)),
     ]
 
 
@@ -67,3 +76,38 @@ def _marked(model: Any) -> Any:
 def _run_compiled(recording: Recording, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with recording.log.compiling():
         return function(*args, **kwargs)
+
+
+def _export(
+    recording: Recording,
+    export: Callable[..., Any],
+    model: torch.nn.Module,
+    args: Any,
+    kwargs: Any = None,
+    **options: Any,
+) -> Any:
+    with without_modes():
+        args, kwargs = tree_map(_real, (args, kwargs))
+        with nullcontext() if recording.placement is None else _OnCpu():
+            return export(model, args, kwargs, **options)
+
+
+def _real(leaf: object) -> object:
+    """Returns zeros for a fake tensor: export takes no fake ones of another mode as inputs, and reads no values."""
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, FakeTensor) else leaf
+
+
+class _OnCpu(TorchFunctionMode):
+    """Maps devices of CUDA to the CPU, on which all tensors of an export are. `OnDevice` does more, for a recording."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _MOVES:
+            return args[0]
+        kwargs = {key: mapped(value) for key, value in (kwargs or {}).items()}
+        return func(*map(mapped, args), **kwargs)
+
+
+_MOVES = frozenset({"cuda", "pin_memory"})
+"""Methods that return the tensor itself: here a device has no meaning."""

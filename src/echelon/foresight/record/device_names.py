@@ -47,7 +47,6 @@ from echelon.foresight.record.device import OnDevice, OnHost, attention, device_
 from echelon.foresight.record.fused import fused_as_on_gpu
 from echelon.foresight.record.gpu_names import Gpu, gpu_names, set_device
 from echelon.foresight.record.here import Recording, in_ranks, recording_here
-from echelon.foresight.record.norms import norms_as_on_gpu
 from echelon.foresight.record.placement import is_gpu
 from echelon.foresight.record.writer import writer
 from echelon.replacements import Replacement, replaced, replaced_in
@@ -64,7 +63,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
     with ExitStack() as stack:
         if gpu is not None:
             stack.enter_context(replaced(_of_gpu(num_devices, gpu)))
-            for each in (optimizers_as_on_gpu, autocast_as_on_gpu, fused_as_on_gpu, norms_as_on_gpu):
+            for each in (optimizers_as_on_gpu, autocast_as_on_gpu, fused_as_on_gpu):
                 stack.enter_context(each())
         stack.enter_context(replaced(_of_fake_tensors(OnDevice if gpu is not None else OnHost)))
         stack.enter_context(replaced_in("transformers.utils.import_utils", _untraced))

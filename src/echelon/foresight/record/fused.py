@@ -1,8 +1,11 @@
-"""Operators of recorded ranks that are one kernel each way on a GPU, but several on the CPU: RMSNorm and dropout.
+"""Operators of recorded ranks by the kernels of a GPU: RMSNorm, dropout and group normalisation.
 
 On the CPU, torch computes RMSNorm by its formula, in ten kernels and with tensors in float32, and dropout by a mask of
 the input's dtype, in three. On a GPU the mask has one byte for each element. Sources: ATen/native/layer_norm.cpp since
 torch 2.9, and ATen/native/Dropout.cpp.
+
+Group normalisation keeps channels last on the CPU. On a GPU such images are copied first, the copy is kept for
+backward, and the result has channels first. Source: ATen/native/group_norm.cpp.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from echelon.foresight.record.here import recording_here
 _KEY = "AutogradCPU"
 _RMS_NORM = torch.ops.aten.rms_norm.default
 _DROPOUT = torch.ops.aten.dropout.default
+_GROUP_NORM = torch.ops.aten.group_norm.default
 
 
 @contextmanager
@@ -30,6 +34,7 @@ def fused_as_on_gpu() -> Iterator[None]:
     try:
         library.impl("rms_norm", _rms_norm, _KEY)
         library.impl("dropout", _dropout, _KEY)
+        library.impl("group_norm", _group_norm, _KEY)
         yield
     finally:
         destroy_library(library)
@@ -83,4 +88,18 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if recording_here() is not None and train and 0 < p < 1 and x.numel():
         return torch.native_dropout(x, p, train)[0]
     result: Tensor = by_formula(_DROPOUT, x, p, train)
+    return result
+
+
+def _group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    # In a transform of torch.func the input is a wrapper, whose layout says nothing.
+    images = x.contiguous() if recording_here() is not None and transform_stack() is None else x
+    result: Tensor = by_formula(_GROUP_NORM, images, num_groups, weight, bias, eps, cudnn_enabled)
     return result

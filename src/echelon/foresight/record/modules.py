@@ -51,7 +51,7 @@ class Modules:
     def _enter(self, module: nn.Module, args: Any) -> Any:
         """Notes that the forward of a module begins. Returns its arguments, None if they stay where they are."""
         moved = None
-        if has_symbols():  # in `exporting`: the module is only traced
+        if has_symbols():  # in an export: the module is only traced
             return moved
         name = self._names.get(module)
         if name is None:

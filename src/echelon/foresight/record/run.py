@@ -35,7 +35,6 @@ from echelon.foresight.record.compiling import not_compiled
 from echelon.foresight.record.device import OnDevice, OnHost
 from echelon.foresight.record.device_names import device_names
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
-from echelon.foresight.record.exporting import exported_unrecorded
 from echelon.foresight.record.gpu_names import Gpu
 from echelon.foresight.record.here import Recording, recorded, recording_here
 from echelon.foresight.record.log import Log
@@ -180,7 +179,7 @@ def _record_in_turn(request: Request, choose: Choose) -> Records:
             device_names(max(Counter(request.hosts).values()), request.gpu),
             steps_noted(),
             no_writes(run.saved, allow_files=request.allow_writes),
-            replaced([*not_compiled(), *exported_unrecorded(), *not_pickled(), *threads_of_ranks()]),
+            replaced([*not_compiled(), *not_pickled(), *threads_of_ranks()]),
             replaced([] if request.full or not can_repeat() else microbatches_repeated()),
         ):
             return run.run()

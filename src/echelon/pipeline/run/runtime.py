@@ -7,16 +7,26 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, ScheduleError, Timeout, failure_of
+from echelon.errors import (
+    Closed,
+    CollectiveMismatch,
+    Failure,
+    PeerFailed,
+    ScheduleError,
+    Timeout,
+    UnsupportedOp,
+    failure_of,
+)
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.plan.action import Action, Handover
 from echelon.pipeline.plan.fuse import fused, split_stages
 from echelon.pipeline.plan.program import Program, check_program, lower
 from echelon.pipeline.plan.schedule import Schedule
-from echelon.pipeline.run.early_step import early_steps_refused
 from echelon.pipeline.run.interpreter import Interpreter, Loaded, forward_of
 from echelon.pipeline.run.loss import Activations, Memory, Meter
 from echelon.pipeline.run.step import Batch
@@ -222,7 +232,7 @@ class Runtime:
         # Only the first training step is metered: hooks on saved tensors take some microseconds per layer.
         self._meter = self._meter_of(batch) if self._memory is None and not schedule.forward_only else None
         one = Interpreter(loaded, batch, self._stages, self._group, on_stage_done, self._meter)
-        with self.failures.told(lambda: one.current), early_steps_refused(self._stages):
+        with self.failures.told(lambda: one.current), _early_steps_refused(self._stages):
             one.run(until_backward=until_backward)
         if not until_backward:
             self._end(schedule)
@@ -234,7 +244,7 @@ class Runtime:
         Raises:
             PeerFailed, Timeout, NotFinite: as for `run`.
         """
-        with self.failures.told(lambda: one.current), early_steps_refused(self._stages):
+        with self.failures.told(lambda: one.current), _early_steps_refused(self._stages):
             one.run()
         self._end(schedule)
 
@@ -310,3 +320,40 @@ class Runtime:
             stage.is_metered = True
             tensors += [*stage.module.parameters(), *stage.module.buffers()]
         return Meter(self._stages, frozenset(map(address, tensors)))
+
+
+# An optimizer must not step inside of a step of the pipeline, where gradients are not complete.
+_running: list[Mapping[int, Stage]] = []
+"""Stages, by number, of the pipelines of this process that run now: of several ones, if ranks are simulated."""
+
+
+@contextmanager
+def _early_steps_refused(stages: Mapping[int, Stage]) -> Iterator[None]:
+    """Inside, an optimizer with a parameter of a stage raises UnsupportedOp. Hooks of parameters may call one.
+
+    Its gradient would be that of the microbatches so far, not averaged over replicas, and the next microbatches would
+    go backward through other weights than forward.
+    """
+    _running.append(stages)
+    try:
+        yield
+    finally:
+        # By identity: another one may be equal.
+        del _running[next(at for at, each in enumerate(_running) if each is stages)]
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling() or not _running:
+        return
+    running = {
+        id(parameter) for stages in _running for stage in stages.values() for parameter in stage.module.parameters()
+    }
+    if any(id(each) in running for group in optimizer.param_groups for each in group["params"]):
+        raise UnsupportedOp(
+            f"a step of {type(optimizer).__name__} began inside of pipe.step(), where gradients are not complete: "
+            "call optimizer.step() after it, not in a hook of a parameter"
+        )
+
+
+# Once, and for good: torch iterates over its global hooks, so one that comes or goes meanwhile is an error.
+register_optimizer_step_pre_hook(_before_step)

@@ -119,6 +119,10 @@ _DROPS = (0, 1, 2, 3)
 class WarmUps(ABC):
     """Warm-ups of one kind of placement."""
 
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._most = [_capacity(problem, rank) for rank in range(problem.num_ranks)]
+
     @abstractmethod
     def starts(self) -> list[Shape]:
         """Returns the shapes to begin with."""
@@ -143,10 +147,6 @@ def warm_ups_of(problem: Problem) -> WarmUps | None:
 
 class _Line(WarmUps):
     """Warm-ups for one stage per rank."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._most = [_capacity(problem, rank) for rank in range(problem.num_ranks)]
 
     def starts(self) -> list[Shape]:
         """Returns shapes that fill the time until the first gradient, constant slopes, and as many forwards as fit.
@@ -198,10 +198,6 @@ class _Line(WarmUps):
 
 class _Vee(WarmUps):
     """Warm-ups for two stages per rank, down the ranks and back up."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._most = [_capacity(problem, rank) for rank in range(problem.num_ranks)]
 
     def starts(self) -> list[Shape]:
         """Returns the warm-up of ZB-V, scaled by factors from 1.0 to 0.3 for smaller memory limits."""

@@ -27,8 +27,8 @@ import torch.multiprocessing
 from echelon.call_site import calling_place, is_foreign, source_line, source_of
 from echelon.errors import LaunchError, UnsupportedOp
 from echelon.replacements import Replacement, calling, replaced
-from echelon.simulation.process.autocast import AutocastCache
 from echelon.simulation.process.operators import Operators, Rank
+from echelon.simulation.process.precision import AutocastCache
 from echelon.simulation.process.random_state import cores_here, cores_of_thread
 
 _IN_CHILD = "simulated ranks are threads of one process"

@@ -88,12 +88,6 @@ class Environment(State):
 class WorkingFolder(State):
     """Working folder. Threads that are no ranks see that of the rank whose program runs."""
 
-    def __init__(self) -> None:
-        self._outside = self.take()
-
-    def first(self, rank: int) -> str:  # noqa: ARG002, D102
-        return self._outside
-
     def take(self) -> str:  # noqa: D102
         try:
             return os.getcwd()
@@ -161,12 +155,11 @@ class Attributes(State):
 
     def __init__(self, attributes: Sequence[Attribute]) -> None:
         self._attributes = attributes
-        self._outside = self.take()
 
     def first(self, rank: int) -> list[Any]:  # noqa: D102
         return [
             outside if attribute.first is None else attribute.first(rank)
-            for attribute, outside in zip(self._attributes, self._outside, strict=True)
+            for attribute, outside in zip(self._attributes, self.take(), strict=True)
         ]
 
     def take(self) -> list[Any]:  # noqa: D102

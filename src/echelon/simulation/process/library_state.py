@@ -110,12 +110,8 @@ class Settings(State):
     """Settings of torch and Python."""
 
     def __init__(self) -> None:
-        self._outside = self.take()
         self._shared = {name: setting.get() for name, setting in SHARED_SETTINGS.items()}
         self.notes: list[str] = []
-
-    def first(self, rank: int) -> list[Any]:  # noqa: ARG002, D102
-        return self._outside
 
     def take(self) -> list[Any]:  # noqa: D102
         return [setting.get() for setting in SETTINGS]

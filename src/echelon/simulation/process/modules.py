@@ -39,12 +39,6 @@ class _Loaded(NamedTuple):
 class MainModule(State):
     """The module `__main__`. A script sets it for its rank, and so does `runpy.run_path(..., run_name="__main__")`."""
 
-    def __init__(self) -> None:
-        self._outside = self.take()
-
-    def first(self, rank: int) -> ModuleType:  # noqa: ARG002, D102
-        return self._outside
-
     def take(self) -> ModuleType:  # noqa: D102
         return sys.modules["__main__"]
 

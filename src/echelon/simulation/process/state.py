@@ -22,9 +22,9 @@ class State(ABC):
     notes: Sequence[str] = ()
     """Sentences about what the program has changed that all ranks share. Known when the simulation has ended."""
 
-    @abstractmethod
-    def first(self, rank: int) -> Any:
-        """Returns the state with which a rank begins."""
+    def first(self, rank: int) -> Any:  # noqa: ARG002 # of most kinds all ranks begin with the same
+        """Returns the state with which a rank begins: the one from before the simulation, which is installed now."""
+        return self.take()
 
     @abstractmethod
     def take(self) -> Any:

@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from torch.distributed import DistStoreError, QueueEmptyError
-from torch.distributed import Store as TorchStore  # type: ignore[attr-defined] # public, by its docs
+from torch.distributed import (  # type: ignore[attr-defined] # public, by its docs
+    DistStoreError,
+    FileStore,
+    QueueEmptyError,
+    TCPStore,
+)
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined] # likewise
 
+from echelon._torch_private.tensors import real_tensors
+from echelon.call_site import calling_place, source_of
 from echelon.errors import Timeout, UnsupportedOp
 from echelon.replacements import Replacement
+from echelon.simulation.boundary import StoreWait
 
-
-class Patience(Protocol):
-    """Waits of simulated ranks."""
-
-    def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:
-        """Blocks the calling rank until a condition holds.
-
-        Args:
-            is_true: The condition. It becomes true only by an act of another rank.
-            what: What the rank does, for errors.
-            seconds: Virtual seconds after which it gives up. None: never.
-
-        Raises:
-            Timeout: the time is up.
-        """
-        ...
-
-    def let_others_run(self, polled: str) -> None:
-        """Gives the other ranks a turn, so that a loop that polls ends.
-
-        Args:
-            polled: The call of the loop, for errors.
-        """
-        ...
-
-    def changed(self) -> None:
-        """Wakes all ranks whose condition may have become true."""
-        ...
+if TYPE_CHECKING:
+    from echelon.simulation.backend import VirtualBackend
+    from echelon.simulation.world import World
 
 
 Contents: TypeAlias = dict[str, bytes]
@@ -53,6 +36,8 @@ FOREVER = threading.TIMEOUT_MAX
 """Seconds."""
 WORKERS = "init/"
 """Key of torch's own, by which ranks wait for each other as they open a store. `num_keys` counts it."""
+_FIRST_PORT = 49152
+"""Ports above it are given to stores that ask for any port. No rank listens there."""
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 """Timeout of torch's stores. A wait for this long is one for ever: nobody chose the time."""
 
@@ -65,7 +50,7 @@ class SimulatedStore(TorchStore):
         kind: type[TorchStore],
         contents: Contents,
         queues: Queues,
-        patience: Patience,
+        stores: Stores,
         timeout: timedelta = DEFAULT_TIMEOUT,
         **attributes: object,
     ) -> None:
@@ -74,7 +59,7 @@ class SimulatedStore(TorchStore):
         Args:
             kind: class that the program has called. `isinstance` finds the store to be one.
             contents, queues: shared by the ranks.
-            patience: its waits.
+            stores: all stores of the simulation, whose waits are its own.
             timeout: with which it is opened. It does not end a wait: an error that explains the wait does so at once.
             attributes: public attributes of its kind, such as `port`.
         """
@@ -83,7 +68,7 @@ class SimulatedStore(TorchStore):
         self._kind = kind
         self._contents = contents
         self._queues = queues
-        self._patience = patience
+        self._stores = stores
         self._opened_with = timeout
         self._attributes = attributes
         self._seen: dict[tuple[object, ...], object] = {}
@@ -110,14 +95,14 @@ class SimulatedStore(TorchStore):
         before, self._contents[key] = self._contents.get(key), _bytes(value)
         # Else two ranks that poll by add(key, 0) would wake each other for ever.
         if before != self._contents[key]:
-            self._patience.changed()
+            self._stores.changed()
 
     def _poll(self, result: object, name: str, *arguments: object) -> None:
         """Gives the other ranks a turn if a call has the result of the last time, as in a loop that polls."""
         call = name, *arguments
         if call in self._seen and self._seen[call] == result:
             shown = (repr(each.rpartition("/")[2] if isinstance(each, str) else each) for each in arguments)
-            self._patience.let_others_run(f"a loop over Store.{name}({', '.join(shown)})")
+            self._stores.let_others_run(f"a loop over Store.{name}({', '.join(shown)})")
         self._seen[call] = result
 
     def get(self, key: str) -> bytes:  # noqa: D102
@@ -161,7 +146,7 @@ class SimulatedStore(TorchStore):
         self._poll(key in self._contents, "delete_key", key)
         if self._contents.pop(key, None) is None:
             return False
-        self._patience.changed()
+        self._stores.changed()
         return True
 
     def num_keys(self) -> int:  # noqa: D102
@@ -190,13 +175,13 @@ class SimulatedStore(TorchStore):
             timeout = cast("timedelta", self.timeout)
         limit = None if timeout is None or timeout >= DEFAULT_TIMEOUT else timeout.total_seconds()
         try:
-            self._patience.until(is_true, what, limit)
+            self._stores.until(is_true, what, limit)
         except Timeout as error:
             raise DistStoreError(f"wait timeout after {limit:g} s, keys: {list(keys)}") from error
 
     def queue_push(self, key: str, value: str | bytes) -> None:  # noqa: D102
         self._queues.setdefault(key, deque()).append(_bytes(value))
-        self._patience.changed()
+        self._stores.changed()
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Returns the first value of a queue, and removes it. Blocks until there is one, unless `block` is False.
@@ -221,7 +206,7 @@ class SimulatedStore(TorchStore):
 
     def clone(self) -> SimulatedStore:  # noqa: D102
         return SimulatedStore(
-            self._kind, self._contents, self._queues, self._patience, self._opened_with, **self._attributes
+            self._kind, self._contents, self._queues, self._stores, self._opened_with, **self._attributes
         )
 
     def list_keys(self) -> list[str]:  # noqa: D102
@@ -241,18 +226,150 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-def stores_opened_by(
-    openers: Mapping[type[TorchStore], Callable[..., TorchStore]], is_rank: Callable[[], bool]
-) -> list[Replacement]:
-    """Gives a simulated rank that calls a class of stores the store of its opener.
+class Stores:
+    """Stores that the ranks of a simulation open, and waits for an act of another rank in virtual time."""
 
-    The class itself is changed: a program may have imported it by its name before.
+    def __init__(self, world: World, backend_here: Callable[[], VirtualBackend], *, have_all_ranks: bool) -> None:
+        """Starts without stores.
 
-    Args:
-        openers: By class. Their parameters are those of the class.
-        is_rank: Whether the calling thread is a rank. Others get torch's own stores.
-    """
-    return [Replacement(kind, "__new__", partial(_opening, kind, opener, is_rank)) for kind, opener in openers.items()]
+        Args:
+            world: the simulated world.
+            backend_here: returns the backend of the calling rank.
+            have_all_ranks: whether all ranks run. Otherwise none waits for the others to open a store.
+        """
+        self._world = world
+        self._backend_here = backend_here
+        self._have_all_ranks = have_all_ranks
+        self._contents: defaultdict[object, Contents] = defaultdict(dict)
+        self._queues: defaultdict[object, Queues] = defaultdict(dict)
+        self._num_opened: defaultdict[object, int] = defaultdict(int)
+        """Number of the last store that a rank has opened, by rank and port."""
+        self._num_served: defaultdict[int, int] = defaultdict(int)
+        """Number of the last store that a rank serves, by port."""
+        self._clients: dict[tuple[int, int], str] = {}
+        """First rank that has opened a store without serving it, and where, by the store's port and number."""
+        self._num_chosen_ports = 0
+        self._waiting: list[StoreWait] = []
+        # torch's C++ keeps only its own half of a store, which calls methods of this one.
+        self._opened: list[SimulatedStore] = []
+
+    def replacements(self) -> list[Replacement]:
+        """Gives a rank that calls a class of stores a simulated one. Other threads get torch's own stores.
+
+        The class itself is changed: a program may have imported it by its name before.
+        """
+        openers: dict[type[TorchStore], Callable[..., TorchStore]] = {TCPStore: self._tcp, FileStore: self._file}
+        is_rank = self._world.scheduler.is_running_here
+        return [
+            Replacement(kind, "__new__", partial(_opening, kind, opener, is_rank)) for kind, opener in openers.items()
+        ]
+
+    def clear(self) -> None:
+        """Forgets all stores."""
+        self._contents.clear()
+        self._queues.clear()
+        self._opened.clear()
+
+    def unserved(self) -> str:
+        """Returns which store no rank serves. Empty if there is none."""
+        lost = (text for (port, number), text in self._clients.items() if number > self._num_served[port])
+        return next((f"{text}, which no rank serves: open it with is_master=True on one rank" for text in lost), "")
+
+    def barrier(self, _: int, store: Any, name: str, count: int, *__: object, **___: object) -> None:
+        """Blocks until `count` ranks have called it, as torch's own does at the begin of a group."""
+        if not self._have_all_ranks:
+            return
+        if store.add(f"barrier of {name}", 1) == count:
+            store.set(f"end of the barrier of {name}", "1")
+        store.wait([f"end of the barrier of {name}"])
+
+    def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:
+        """Blocks the calling rank until a condition holds.
+
+        Args:
+            is_true: The condition. It becomes true only by an act of another rank.
+            what: What the rank does, for errors.
+            seconds: Virtual seconds after which it gives up. None: never.
+
+        Raises:
+            Timeout: the time is up.
+        """
+        clock = self._world.clock
+        # For the whole wait: other keys may change meanwhile, each of which ends a Work.
+        end = None if seconds is None else clock.now + seconds
+        while not is_true():
+            work = self._work(what)
+            self._waiting.append(work)
+            with real_tensors():  # a wait is refused where tensors have no values
+                work.wait(None if end is None else max(0.0, end - clock.now))
+
+    def let_others_run(self, what: str, polled: object = None) -> None:
+        """Gives the other ranks a turn, so that a loop that polls ends.
+
+        Args:
+            what: The call of the loop, for errors.
+            polled: What the loop polls. None: the call itself.
+        """
+        self._backend_here().boundary.poll(self._work(what), what if polled is None else polled)  # type: ignore[arg-type]
+
+    def changed(self) -> None:
+        """Wakes all ranks whose condition may have become true."""
+        waiting, self._waiting = self._waiting, []
+        for work in waiting:
+            work.complete()
+        self._world.clock.wake_pollers()
+
+    def _work(self, what: str) -> StoreWait:
+        backend = self._backend_here()
+        return StoreWait(backend.boundary, what, backend.timeout)
+
+    def _tcp(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,  # noqa: ARG002
+        master_listen_fd: int | None = None,  # noqa: ARG002
+        use_libuv: bool = True,  # noqa: ARG002
+    ) -> SimulatedStore:
+        # By the port alone: ranks may use different names for the host.
+        rank, port = self._backend_here().rank, int(port) or self._free_port()
+        waits = world_size is not None and wait_for_workers
+        # A program may serve one port after another: the second store of each rank is a new one, except for clients.
+        is_new = is_master or waits
+        number = self._num_opened[rank, port] + 1 if is_new else max(self._num_served[port], 1)
+        self._num_opened[rank, port] = max(self._num_opened[rank, port], number)
+        if is_master:
+            self._num_served[port] = number
+        elif self._have_all_ranks:
+            opener = f"rank {rank} opened TCPStore({host_name!r}, {port}) at {source_of(calling_place())}"
+            self._clients.setdefault((port, number), opener)
+        opened = port, number
+        store = self._open(TCPStore, opened, timeout, host=host_name, port=port, libuvBackend=True)
+        if world_size is not None and waits and self._have_all_ranks:
+            store.add(WORKERS, 1)
+            what = f"TCPStore({host_name!r}, {port}), which {world_size} ranks must open"
+            self.until(lambda: int(self._contents[opened][WORKERS]) >= world_size, what, None)
+        return store
+
+    def _free_port(self) -> int:
+        self._num_chosen_ports += 1
+        return _FIRST_PORT + self._num_chosen_ports
+
+    def _file(self, file_name: str, world_size: int = -1) -> SimulatedStore:  # noqa: ARG002
+        store = self._open(FileStore, ("file", str(file_name)), path=str(file_name))
+        store.add(WORKERS, 1)
+        return store
+
+    def _open(
+        self, kind: type[TorchStore], key: object, timeout: timedelta = DEFAULT_TIMEOUT, **attributes: object
+    ) -> SimulatedStore:
+        store = SimulatedStore(kind, self._contents[key], self._queues[key], self, timeout, **attributes)
+        self._opened.append(store)
+        return store
 
 
 def _opening(

@@ -1,4 +1,4 @@
-"""torch.distributed on simulated ranks: its default group, its stores and its globals, for unmodified programs.
+"""torch.distributed on simulated ranks: its default group and its globals, for unmodified programs.
 
 Strategy. torch keeps its own functions; a few private ones below them are replaced while a simulation runs. So it does
 not matter by which name a program imported `init_process_group`. Every backend name leads to Echelon's backend for
@@ -7,16 +7,18 @@ torch (`echelon.interop`), over the simulated group of the calling rank. Each ra
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined] # public
+from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from echelon._torch_private.distributed import (
     GROUP_GLOBALS,
@@ -29,29 +31,18 @@ from echelon._torch_private.distributed import (
     groups_of_each_thread,
     shardings,
 )
-from echelon._torch_private.tensors import real_tensors
+from echelon._torch_private.modules import clipping_by, profilers_that_ask
 from echelon.arguments import choices
 from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, DeadlockError, InvalidArgument, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.replacements import Replacement, replaced
 from echelon.simulation.backend import VirtualBackend, VirtualLanes
-from echelon.simulation.boundary import StoreWait
 from echelon.simulation.process.calls import NEEDS_CUDA
-from echelon.simulation.process.clipping import clipping_explained
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.pools import pools_in_lanes
-from echelon.simulation.process.profiler import one_session_at_a_time
 from echelon.simulation.process.sharding import SharedShardings
-from echelon.simulation.process.store import (
-    DEFAULT_TIMEOUT,
-    FOREVER,
-    WORKERS,
-    Contents,
-    Queues,
-    SimulatedStore,
-    stores_opened_by,
-)
+from echelon.simulation.process.store import FOREVER, Stores
 from echelon.wording import listed
 
 if TYPE_CHECKING:
@@ -59,10 +50,6 @@ if TYPE_CHECKING:
 
 _NCCL_TIMEOUT = timedelta(minutes=10)
 """torch's default for NCCL."""
-
-
-_FIRST_PORT = 49152
-"""Ports above it are given to stores that ask for any port. No rank listens there."""
 
 
 class _Division(NamedTuple):
@@ -93,18 +80,7 @@ class TorchDistributed:
         self._asked: dict[int, str] = {}
         """Backend of the default group, as the program asked for it, by rank."""
         self._groups: dict[int, ProcessGroup] = {}
-        self._contents: defaultdict[object, Contents] = defaultdict(dict)
-        self._queues: defaultdict[object, Queues] = defaultdict(dict)
-        self._num_opened: defaultdict[object, int] = defaultdict(int)
-        """Number of the last store that a rank has opened, by rank and port."""
-        self._num_served: defaultdict[int, int] = defaultdict(int)
-        """Number of the last store that a rank serves, by port."""
-        self._clients: dict[tuple[int, int], str] = {}
-        """First rank that has opened a store without serving it, and where, by the store's port and number."""
-        self._num_chosen_ports = 0
-        self._waiting: list[StoreWait] = []
-        # torch's C++ keeps only its own half of a store, which calls methods of this one.
-        self._stores: list[SimulatedStore] = []
+        self._stores = Stores(world, self._backend_here, have_all_ranks=backend is None)
         self._divisions: list[_Division] = []
         """Calls of `new_group` that every rank makes, as the first rank made them."""
         self._num_divisions: defaultdict[int, int] = defaultdict(int)
@@ -141,20 +117,17 @@ class TorchDistributed:
         finally:
             self._shardings.remove()
             self._groups.clear()
-            self._contents.clear()
-            self._queues.clear()
             self._stores.clear()
 
     def _replacements(self) -> list[Replacement]:
-        is_rank = self._world.scheduler.is_running_here
         return [
             *defaults_without_group(),
-            *groups_made_by(self._with_simulated_backend, self._store_barrier),
+            *groups_made_by(self._with_simulated_backend, self._stores.barrier),
             *futures_that_wait_by(self._wait_for, self._look_at),
-            *stores_opened_by({TCPStore: self._tcp_store, FileStore: self._file_store}, is_rank),
+            *self._stores.replacements(),
             *pools_in_lanes(self._lanes_here),
-            *one_session_at_a_time(self._rank_here),
-            *clipping_explained(),
+            *_one_profiler(self._world.scheduler.rank_here),
+            *clipping_by(_explained),
             # Without NCCL torch warns that it has none.
             Replacement(distributed_c10d, "default_pg_nccl_timeout", lambda timeout: timeout or _NCCL_TIMEOUT),
         ]
@@ -186,7 +159,7 @@ class TorchDistributed:
                     call["group_size"], call["group_rank"] = group.world_size, group.rank
                 _check_world(group, call["group_rank"], call["group_size"])
             if (device := call.get("device_id")) is not None and self._backend is None:
-                raise _needs_cuda(device)
+                raise UnsupportedOp(f"device_id={device}: {NEEDS_CUDA}")
             call["backend"] = self._backend or interop.NAME
             call.update({name: None for name in ("backend_options", "pg_options", "device_id") if name in call})
             made, store = original(**call)
@@ -242,7 +215,7 @@ class TorchDistributed:
 
     def mistake(self) -> str:
         """Returns a mistake that may be the cause of a deadlock. Empty if none is known."""
-        return self.missing_divisions() or self._unserved()
+        return self.missing_divisions() or self._stores.unserved()
 
     def missed(self) -> CollectiveMismatch | DeadlockError | None:
         """Returns the error for a call that no rank waited for: a `new_group` left out, a store that nobody serves."""
@@ -250,12 +223,7 @@ class TorchDistributed:
             return None
         if missing := self.missing_divisions():
             return CollectiveMismatch(missing)
-        return DeadlockError(unserved) if (unserved := self._unserved()) else None
-
-    def _unserved(self) -> str:
-        """Returns which store no rank serves. Empty if there is none."""
-        lost = (text for (port, number), text in self._clients.items() if number > self._num_served[port])
-        return next((f"{text}, which no rank serves: open it with is_master=True on one rank" for text in lost), "")
+        return DeadlockError(unserved) if (unserved := self._stores.unserved()) else None
 
     def _here(self) -> ProcessGroup:
         """Returns the group of all ranks, on the calling rank.
@@ -265,64 +233,7 @@ class TorchDistributed:
         """
         return self._groups[self._world.scheduler.current().rank]
 
-    # Stores
-
-    def _tcp_store(
-        self,
-        host_name: str,
-        port: int,
-        world_size: int | None = None,
-        is_master: bool = False,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        wait_for_workers: bool = True,
-        multi_tenant: bool = False,  # noqa: ARG002
-        master_listen_fd: int | None = None,  # noqa: ARG002
-        use_libuv: bool = True,  # noqa: ARG002
-    ) -> SimulatedStore:
-        # By the port alone: ranks may use different names for the host.
-        rank, port = self._here().rank, int(port) or self._free_port()
-        waits = world_size is not None and wait_for_workers
-        # A program may serve one port after another: the second store of each rank is a new one, except for clients.
-        is_new = is_master or waits
-        number = self._num_opened[rank, port] + 1 if is_new else max(self._num_served[port], 1)
-        self._num_opened[rank, port] = max(self._num_opened[rank, port], number)
-        if is_master:
-            self._num_served[port] = number
-        elif self._backend is None:
-            opener = f"rank {rank} opened TCPStore({host_name!r}, {port}) at {source_of(calling_place())}"
-            self._clients.setdefault((port, number), opener)
-        opened = port, number
-        store = self._store(TCPStore, opened, timeout, host=host_name, port=port, libuvBackend=True)
-        if world_size is not None and waits and self._backend is None:
-            store.add(WORKERS, 1)
-            what = f"TCPStore({host_name!r}, {port}), which {world_size} ranks must open"
-            self.until(lambda: int(self._contents[opened][WORKERS]) >= world_size, what, None)
-        return store
-
-    def _free_port(self) -> int:
-        self._num_chosen_ports += 1
-        return _FIRST_PORT + self._num_chosen_ports
-
-    def _file_store(self, file_name: str, world_size: int = -1) -> SimulatedStore:  # noqa: ARG002
-        store = self._store(FileStore, ("file", str(file_name)), path=str(file_name))
-        store.add(WORKERS, 1)
-        return store
-
-    def _store(
-        self, kind: type[Store], key: object, timeout: timedelta = DEFAULT_TIMEOUT, **attributes: object
-    ) -> SimulatedStore:
-        store = SimulatedStore(kind, self._contents[key], self._queues[key], self, timeout, **attributes)
-        self._stores.append(store)
-        return store
-
-    def _store_barrier(self, _: int, store: Any, name: str, count: int, *__: object, **___: object) -> None:
-        if self._backend is not None:
-            return
-        if store.add(f"barrier of {name}", 1) == count:
-            store.set(f"end of the barrier of {name}", "1")
-        store.wait([f"end of the barrier of {name}"])
-
-    # Waits of futures and stores
+    # Waits of futures
 
     def _wait_for(self, future: torch.futures.Future[Any]) -> None:
         """Blocks the calling rank until a future is done. Returns at once in threads that are no rank's."""
@@ -335,39 +246,10 @@ class TorchDistributed:
     def _look_at(self, future: torch.futures.Future[Any]) -> None:
         """Gives the other ranks a turn, so that a loop that polls a future ends."""
         if self._world.scheduler.is_running_here():
-            self._poll("a loop over Future.done()", id(future))
-
-    def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:  # noqa: D102
-        clock = self._world.clock
-        # For the whole wait: other keys may change meanwhile, each of which ends a Work.
-        end = None if seconds is None else clock.now + seconds
-        while not is_true():
-            work = self._work(what)
-            self._waiting.append(work)
-            with real_tensors():  # a wait is refused where tensors have no values
-                work.wait(None if end is None else max(0.0, end - clock.now))
-
-    def let_others_run(self, polled: str) -> None:  # noqa: D102
-        self._poll(polled, polled)
-
-    def _poll(self, what: str, polled: object) -> None:
-        self._backend_here().boundary.poll(self._work(what), polled)  # type: ignore[arg-type]
-
-    def changed(self) -> None:  # noqa: D102
-        waiting, self._waiting = self._waiting, []
-        for work in waiting:
-            work.complete()
-        self._world.clock.wake_pollers()
-
-    def _work(self, what: str) -> StoreWait:
-        backend = self._backend_here()
-        return StoreWait(backend.boundary, what, backend.timeout)
+            self._stores.let_others_run("a loop over Future.done()", id(future))
 
     def _lanes_here(self) -> VirtualLanes | None:
         return self._backend_here().lanes if self._world.scheduler.is_running_here() else None
-
-    def _rank_here(self) -> int | None:
-        return self._world.scheduler.current().rank if self._world.scheduler.is_running_here() else None
 
     def _backend_here(self) -> VirtualBackend:
         backend = self._here().backend
@@ -392,13 +274,66 @@ def _check_world(group: ProcessGroup, rank: int, world_size: int) -> None:
         )
 
 
-def _needs_cuda(device: object) -> UnsupportedOp:
-    return UnsupportedOp(f"device_id={device}: {NEEDS_CUDA}")
-
-
 def _name_for_cpu(backend: str) -> str:
     """Returns the name that `dist.get_backend` gives for a user's backend, such as "gloo" for "cpu:gloo,cuda:nccl"."""
     if ":" in backend:
         names = dict(pair.split(":") for pair in backend.split(","))
         return names.get("cpu") or next(iter(names.values()))
     return "gloo" if backend == "undefined" else backend
+
+
+def _one_profiler(rank_here: Callable[[], int | None]) -> list[Replacement]:
+    """Raises UnsupportedOp on a rank that starts torch's profiler while another rank uses it.
+
+    torch counts on a single session, and the second end of one ends the process.
+
+    Args:
+        rank_here: Returns the rank of the calling thread. None in threads that are no rank's.
+    """
+    owner: int | None = None
+
+    def begin() -> None:
+        nonlocal owner
+        rank = rank_here()
+        if owner is not None and rank is not None and owner != rank:
+            raise UnsupportedOp(
+                f"torch's profiler on rank {rank}, while rank {owner} uses it: simulated ranks share one process, "
+                "which has one session of it: profile a single rank, as in `if rank == 0:`"
+            )
+        owner = rank
+
+    def end() -> None:
+        nonlocal owner
+        if owner == rank_here():
+            owner = None
+
+    return profilers_that_ask(begin, end)
+
+
+def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets clipping that fails say in one line which meshes its gradients have. torch's own error is several pages."""
+
+    @functools.wraps(original)
+    def clip(tensors: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        try:
+            return original(tensors, *args, **options)
+        except Exception:
+            kinds = Counter(getattr(each, "device_mesh", None) for each in tensors)
+            if len(kinds) < 2:
+                raise
+            groups = ", ".join(f"{number} {_of_mesh(mesh)}" for mesh, number in kinds.items())
+            raise RuntimeError(
+                f"clipping mixes gradients of several device meshes, or of one and none: {groups}: torch refuses that; "
+                "call clip_grad_norm_ once for the parameters of each"
+            ) from None
+
+    return clip
+
+
+def _of_mesh(mesh: Any) -> str:
+    if mesh is None:
+        return "that are plain tensors"
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    sizes = ", ".join(f"{name}={size}" if name else str(size) for name, size in zip(names, mesh.shape, strict=True))
+    return f"on the mesh ({sizes})"

@@ -9,9 +9,8 @@ from typing import Any
 from echelon.call_site import is_own, shortened
 from echelon.errors import DeadlockError, EchelonError, status_of
 from echelon.launch.output import Console
-from echelon.launch.report import describe, folded
+from echelon.launch.report import describe, folded, unwrapped
 from echelon.launch.run import Program
-from echelon.launch.wrapped import unwrapped
 from echelon.simulation.run import Simulation, simulate
 from echelon.simulation.script.script import Script
 

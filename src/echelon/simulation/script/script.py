@@ -24,8 +24,7 @@ from echelon.simulation.process.logs import Logs
 from echelon.simulation.process.modules import CodeOnce, LocalModules
 from echelon.simulation.process.state import ProgramWithStates, State
 from echelon.simulation.scheduler import Ended
-from echelon.simulation.script.calling_rank import CallingRank
-from echelon.simulation.script.output import RankOutput
+from echelon.simulation.script.output import CallingRank, RankOutput
 
 _OF_PROJECTS = ("pyproject.toml", "setup.py")
 """Files in the folder of a project."""

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from echelon.timeline.boxes import Box, Row, boxes_of
-from echelon.timeline.critical import critical_lines
-from echelon.timeline.hatch import LINES
-from echelon.timeline.palette import CAUSE_NAMES, COLORS, NAMES, Tone
+from echelon.timeline.boxes import Box, Row, boxes_of, critical_lines
+from echelon.timeline.palette import CAUSE_NAMES, COLORS, LINES, NAMES, Tone
 from echelon.timeline.timeline import Cause, Timeline
 from echelon.timeline.words import axis_words, chunk_words, figures, memory_text, memory_words, time_scale, title
 

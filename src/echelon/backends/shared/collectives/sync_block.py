@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 
 from echelon._native import OPS, Board, Code, core
+from echelon.backends.delivery import disagreement
 from echelon.backends.formats import memory_layout
 from echelon.backends.formats.wire import as_sent
 from echelon.backends.operators import OP_NUMBERS, Operator
@@ -106,11 +107,7 @@ class SyncBlock:
             CollectiveMismatch: a peer has announced another operation.
         """
         code = core.all_reduce(self._at, self._mark(call), self._text, op, num_bytes, tensor)
-        if code == Code.NOT_SO:
-            return False
-        if code:
-            self._finish(code, call)
-        return True
+        return not code or self._finish(code, call) != Code.NOT_SO
 
     def reduce(
         self, call: OperationRecord, op: int, num_shown: int, tensor: torch.Tensor, begin: int, out: torch.Tensor | None
@@ -126,11 +123,7 @@ class SyncBlock:
             out: overwritten with the reduced part, which is as long; None: this rank reduces nothing.
         """
         code = core.reduce(self._at, self._mark(call), self._text, op, num_shown, tensor, begin, out)
-        if code == Code.NOT_SO:
-            return False
-        if code:
-            self._finish(code, call)
-        return True
+        return not code or self._finish(code, call) != Code.NOT_SO
 
     def exchange(self, call: OperationRecord, plan: bytes, own: int, target: int, words: Sequence[int] = ()) -> bool:
         """Exchanges small blocks as before. False if all have met and a rank has other blocks: nothing was read.
@@ -148,11 +141,7 @@ class SyncBlock:
     def broadcast(self, call: OperationRecord, source: int, num_bytes: int, tensor: torch.Tensor) -> bool:
         """Overwrites a small tensor with rank `source`'s; otherwise as `all_reduce`."""
         code = core.broadcast(self._at, self._mark(call), self._text, source, num_bytes, tensor)
-        if code == Code.NOT_SO:
-            return False
-        if code:
-            self._finish(code, call)
-        return True
+        return not code or self._finish(code, call) != Code.NOT_SO
 
     def play(
         self,
@@ -259,13 +248,8 @@ class SyncBlock:
         at = self._note_at(peer)
         note = self._memory[at : at + memory_layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")
         theirs = f"{note or 'an operation without a note'}, #{mark >> 32}"
-        return CollectiveMismatch(
-            f"rank {self._names[peer]} is in {theirs}, this rank in {self._text[:-1].decode()}, "
-            f"#{self._state.mark_now >> 32}: every rank must call the same operations in the same order with the same "
-            "arguments",
-            self._names[peer],
-            theirs,
-        )
+        own = f"{self._text[:-1].decode()}, #{self._state.mark_now >> 32}"
+        return disagreement(self._names[peer], theirs, own)
 
 
 @lru_cache(1024)
