@@ -55,6 +55,66 @@ def copies(trace, to_gpu=None, phase=None):
     ]
 
 
+def work(trace):
+    """Returns copies, and operators that change types or layouts, in order, with their place and bytes."""
+    names = {Copy: lambda each: "to the GPU" if each.to_gpu else "to the host", HostKernel: lambda _: "host"}
+    return [
+        (names.get(type(each), lambda _: "GPU")(each), each.num_bytes)
+        for each in trace.entries
+        if isinstance(each, Copy) or (isinstance(each, HostKernel | Kernel) and each.name in ("_to_copy", "copy_"))
+    ]
+
+
+@pytest.mark.parametrize(("non_blocking", "is_halved_on"), [(True, "GPU"), (False, "host")])
+def test_a_type_changes_on_the_host_unless_the_host_goes_on(non_blocking, is_halved_on):
+    """As in PyTorch, which so copies the bytes of float32 if the host does not wait."""
+
+    def program(way):
+        if way == "to":
+            on_host().to("cuda", torch.bfloat16, non_blocking=non_blocking)
+        else:
+            torch.empty(100, device="cuda", dtype=torch.bfloat16).copy_(on_host(), non_blocking=non_blocking)
+
+    def on_host():
+        return torch.empty(100, pin_memory=True)
+
+    both = [(is_halved_on, 600), ("to the GPU", 400 if non_blocking else 200)]
+    for way in ("to", "copy_"):
+        assert work(record(program, 1, args=(way,))[0]) == (both[::-1] if non_blocking else both)
+
+
+def test_a_type_of_a_tensor_that_leaves_the_gpu_changes_on_the_host_if_it_waits():
+    def program(non_blocking):
+        torch.empty(100, device="cuda", dtype=torch.bfloat16).to("cpu", torch.float32, non_blocking=non_blocking)
+
+    assert work(record(program, 1, args=(False,))[0]) == [("to the host", 200), ("host", 600)]
+    assert work(record(program, 1, args=(True,))[0]) == [("GPU", 600), ("to the host", 400)]
+
+
+def test_images_get_their_layout_on_the_gpu():
+    def program():
+        images = torch.empty(2, 3, 4, 4).to("cuda", memory_format=torch.channels_last)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+
+    assert work(record(program, 1)[0]) == [("to the GPU", 384), ("GPU", 768)]
+
+
+def test_a_table_on_the_host_sends_the_sums_of_its_bags():
+    def program():
+        table, model = nn.EmbeddingBag(100, 64, mode="sum").cpu(), nn.Linear(64, 8).cuda()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (table, model)]
+        for _ in range(2):
+            model(table(torch.randint(100, (32, 5))).to("cuda")).sum().backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+
+    trace = record(program, 1)[0]
+    assert copies(trace, to_gpu=True) == copies(trace, to_gpu=False) == [32 * 64 * 4]
+    on_host = {each.name for each in trace.entries if isinstance(each, HostKernel)}
+    assert {"_embedding_bag", "_embedding_bag_backward"} <= on_host
+
+
 def waits_after_copies(trace):
     pairs = zip(trace.entries, trace.entries[1:], strict=False)
     return sum(isinstance(one, Copy) and two == HostWait(one.stream, -1, one.place) for one, two in pairs)

@@ -41,8 +41,9 @@ def test_nested_tensors_attend_inside_of_each_sequence(dtype, kernel):
     assert sorted(products) == [rows, rows, rows, 3 * rows, 3 * rows]
     attention = [each for each in found if each.kind == "attention"]
     assert [each.name for each in attention] == [f"_{kernel}_attention_forward", f"_{kernel}_attention_backward"]
-    # Each sequence counts as long as the longest: here one of 500. A causal mask leaves half.
-    assert [each.flops for each in attention] == [2 * 500 * 500 * WIDTH, 5 * 500 * 500 * WIDTH]
+    # Each sequence by its own length. A causal mask leaves half.
+    pairs = sum(each * each for each in LENGTHS)
+    assert [each.flops for each in attention] == [2 * pairs * WIDTH, 5 * pairs * WIDTH]
 
 
 def is_projected():

@@ -1,13 +1,14 @@
 """Floating-point operations of products, and the precision in which a GPU computes those of float32."""
 
 import math
+import unittest.mock
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from echelon import foresee
 from echelon.foresight.trace import UNKNOWN_STORAGE, Kernel
@@ -106,6 +107,26 @@ def test_kernels_that_take_longer_than_their_bytes_are_named(program, name):
     seen = foresee(lambda: program(torch.empty(8, 8, device="cuda")), 1, gpu="h100")
     text = f"{name} takes the time of its bytes alone, which is too short at "
     assert [each.startswith(text) for each in seen.assumptions if "bytes" in each] == [True] * bool(name)
+
+
+def test_operators_of_the_program_are_named_unless_their_flops_are_registered():
+    @torch.library.custom_op("foreseen::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @torch.library.custom_op("foreseen::squared", mutates_args=())
+    def squared(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    for each in (doubled, squared):
+        each.register_fake(torch.empty_like)
+    # Not by the decorator, which keeps the formula for later tests.
+    formula = {torch.ops.foreseen.squared: lambda x, **_: 2 * x.shape[0] ** 3}
+    with unittest.mock.patch.dict(flop_registry, formula):
+        seen = foresee(lambda: squared(doubled(torch.empty(64, 64, device="cuda"))), 1, gpu="h100")
+    (found,) = (each for each in seen.assumptions if "bytes" in each)
+    assert found.startswith("foreseen::doubled takes the time of its bytes alone")
+    assert [each.flops for each in kernels(seen) if each.name in ("doubled", "squared")] == [0, 2 * 64**3]
 
 
 # Connectionist temporal classification
@@ -332,6 +353,28 @@ def test_the_last_query_of_a_document_is_at_its_last_key(queries, keys, seen_key
     (kernel,) = (each for each in kernels(foresee(program, 1, gpu="h100")) if "varlen" in each.name)
     assert kernel.flops == 2 * 2 * 4 * 32 * 2 * queries * seen_keys
     assert kernel.shape == shape
+
+
+@pytest.mark.parametrize("are_known", [True, False])
+def test_documents_of_other_lengths_count_by_their_lengths(are_known):
+    lengths = [100, 300, 600]
+
+    def program():
+        query = torch.empty(1000, 4, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+        if not are_known:
+            ends = (torch.empty(4, device="cuda") * ends).to(torch.int32)
+        varlen_attn(query, query, query, ends, ends, 600, 600, window_size=(-1, 0)).sum().backward()
+
+    seen = foresee(program, 1, gpu="h100")
+    forward, backward = (each for each in kernels(seen) if "varlen" in each.name)
+    pairs = sum(each * each for each in lengths) if are_known else 1000 * 600
+    assert forward.flops == 2 * 2 * 4 * 32 * pairs / 2
+    assert backward.flops == forward.flops * 5 // 2
+    # The length in which most of the work is done decides on the speed.
+    assert forward.shape[3] == (round(sum(each**3 for each in lengths) / pairs) if are_known else 600)
+    text = "each sequence of attention is as long as the longest at "
+    assert sum(each.startswith(text) for each in seen.assumptions) == (not are_known)
 
 
 def inner_attention(name, lengths, heads, ends, **options):

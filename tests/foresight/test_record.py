@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -224,6 +225,20 @@ def test_checkpointing_repeats_the_forward(recompute):
     repeated = Counter(each.name for each in kernels(trace, phase="recompute"))
     assert repeated["silu"] == 2
     assert repeated["mm"] == ({"selective": 0, "full": 10, "reentrant": 12}[recompute])
+
+
+def frozen_layer():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False, device="cuda") for _ in range(2)))
+    model[0].requires_grad_(False)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model[1].parameters())
+    for _ in range(2):
+        model(torch.ones(2, 64, device="cuda")).sum().backward()
+        optimizer.step()
+
+
+def test_frozen_parameters_count_as_parameters():
+    assert num_bytes_of(traced(frozen_layer), "parameters") == 2 * 64 * 64 * 4 // 4
 
 
 def test_ddp_step():

@@ -222,11 +222,18 @@ def test_copies_of_parameters_and_of_the_state_of_an_optimizer():
 def traces():
     layer = torch.jit.trace(nn.Linear(4, 4, device="cuda"), on_gpu(2, 4))
     layer(on_gpu(8, 4)).sum().backward()
+    assert isinstance(layer, nn.Linear)
+    layer.save("never written.pt")
+    doubled = torch.jit.trace(lambda x: 2 * x, on_gpu(2))
+    doubled.save("never written.pt")
+    assert doubled(on_gpu(3)).shape == (3,)
     torch.jit.freeze(nn.Linear(4, 4, device="cuda").eval())(on_gpu(2, 4))
 
 
 def test_code_that_torch_jit_traces_runs_as_it_is():
     seen = foresee(traces, 1)
-    assert sum(each.startswith("torch.jit.") for each in seen.assumptions) == 2
+    assert sum(each.startswith("torch.jit.") for each in seen.assumptions) == 3
+    assert sum(each.startswith("torch.jit.save") for each in seen.skipped) == 2
+    assert not hasattr(nn.Linear, "save")
     products = [each.flops for each in seen.traces[0].entries if getattr(each, "kind", "") == "matmul"]
     assert products == [2 * 8 * 4 * 4, 2 * 8 * 4 * 4, 2 * 2 * 4 * 4]

@@ -204,3 +204,24 @@ def test_a_number_of_steps_is_kept_with_a_static_graph():
     later = echelon.foresee(of_static_graph, 2, ("by argument",), steps=3)
     assert later.step_seconds < early.step_seconds
     assert not any("static graph" in each for each in later.assumptions)
+
+
+@pytest.mark.parametrize("sizes", [(64, 128, 128), (64, 64, 64)])
+def test_a_step_that_is_unlike_the_one_before_says_so(sizes):
+    """As of a curriculum whose sequences grow."""
+
+    def program():
+        model = layer()
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(512, SIZE, device="cuda"))  # as an evaluation before the first step
+        for each in sizes:
+            model(torch.ones(each, SIZE, device="cuda")).sum().backward()
+            optimizer.step()
+
+    def assumptions(**options):
+        return [each for each in echelon.foresee(program, 1, **options).assumptions if "alike" in each]
+
+    found = assumptions()
+    assert len(found) == (sizes[0] != sizes[1])
+    assert all("has 2 times the FLOPs of the one before (--steps 3 " in each for each in found)
+    assert not assumptions(steps=3)

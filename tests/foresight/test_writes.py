@@ -233,6 +233,17 @@ def temporary(folder):
     tempfile.mkstemp(dir=folder)
 
 
+def doubled(x):
+    return 2 * x
+
+
+def profiled(folder):
+    with torch.autograd.profiler.profile(use_kineto=True) as profile:
+        doubled(torch.ones(2))
+    profile.export_chrome_trace(str(folder / "new.json"))
+    torch.profiler.profile().export_chrome_trace(str(folder / "new.json"))
+
+
 def scripted():
     with warnings.catch_warnings(action="ignore"):
         return torch.jit.script(torch.nn.Linear(2, 2))
@@ -275,6 +286,9 @@ WAYS = {
         os.popen(f"touch {folder / 'new'}").close(),
     ),
     "a script": lambda folder: torch.jit.save(scripted(), folder / "new"),
+    "a script by its method": lambda folder: scripted().save(folder / "new"),
+    "a scripted function by its method": lambda folder: torch.jit.script(doubled).save(str(folder / "new")),
+    "a profile": profiled,
     "arrays in safetensors": lambda folder: save_arrays({"x": np.ones(2)}, folder / "a.txt"),
 }
 

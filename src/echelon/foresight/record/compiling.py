@@ -11,6 +11,7 @@ sizes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from echelon._torch_private.modules import compiled_by
 from echelon._torch_private.tensors import FakeTensor, tree_map, without_modes
 from echelon.foresight.record.device import mapped
 from echelon.foresight.record.here import Recording, in_place_of, in_ranks, recording_here
+from echelon.foresight.record.writer import nothing, skip
 from echelon.replacements import Replacement
 
 _ASSUMPTION = "torch.compile was taken as fused runs of elementwise kernels"
@@ -48,8 +50,26 @@ def _compile(recording: Recording, _: Callable[..., Any], model: Any = None, **_
 
 
 def _as_it_is(recording: Recording, original: Callable[..., Any], code: Any, *_: Any, **__: Any) -> Any:
+    """Returns code that does the same, and has the method `save` of traced code."""
     recording.log.assume(f"torch.jit.{original.__name__} was taken as the code itself")
-    return code
+    if hasattr(code, "save"):  # traced before
+        return code
+    save = in_place_of(torch.jit.save, functools.partial(skip, "torch.jit.save", nothing))
+    if isinstance(code, torch.nn.Module):
+        # Another object with the same attributes: the program's own module has no such method.
+        kind = type(code)
+        traced: torch.nn.Module = object.__new__(
+            type(kind.__name__, (kind,), {"save": save, "__module__": kind.__module__})
+        )
+        vars(traced).update(vars(code))
+        return traced
+
+    @functools.wraps(code)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return code(*args, **kwargs)
+
+    function.save = functools.partial(save, function)  # type: ignore[attr-defined]
+    return function
 
 
 def _compile_itself(recording: Recording, _: Callable[..., Any], module: torch.nn.Module, *__: Any, **___: Any) -> None:

@@ -19,7 +19,7 @@ from echelon._torch_private.tensors import FakeTensor, local_part, without_funct
 from echelon.foresight.record.callers import LOADING
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
-from echelon.foresight.trace import Copy, HostKernel, HostWait
+from echelon.foresight.trace import Copy, HostKernel, HostWait, Kernel
 
 COPIES = frozenset({"copy_", "_foreach_copy_"})
 """Operators that copy between devices."""
@@ -148,8 +148,34 @@ class Copies:
             if to_gpu is None:  # of a list: it stays where it is, which takes much less time
                 continue
             is_pinned = self._memory.is_pinned(self._memory.number(source if to_gpu else target))
-            self._copied([source], target.nbytes, to_gpu=to_gpu, waits=not (non_blocking and is_pinned))
+            self._copy_into(target, source, to_gpu, non_blocking, waits=not (non_blocking and is_pinned))
         return True
+
+    def _copy_into(self, target: Tensor, source: Tensor, to_gpu: bool, non_blocking: bool, *, waits: bool) -> None:
+        """Writes a copy into a tensor of another device. The type changes as in `_parts_of_move` of `device`."""
+        if target.dtype == source.dtype:
+            self._copied([source], target.nbytes, to_gpu=to_gpu, waits=waits)
+            return
+        num_bytes = {True: target.numel() * source.element_size(), False: target.nbytes}
+        is_of_source = to_gpu == non_blocking
+        changes = partial(self._changed_type, target, source, sum(num_bytes.values()), on_gpu=non_blocking)
+        if not is_of_source:
+            changes()
+        self._copied([source], num_bytes[is_of_source], to_gpu=to_gpu, waits=waits)
+        if is_of_source:
+            changes()
+
+    def _changed_type(self, target: Tensor, source: Tensor, num_bytes: int, *, on_gpu: bool) -> None:
+        """Writes the conversion of one end of a copy to the type of the other one."""
+        log = self._log
+        if not on_gpu:
+            self.computed("copy_", [source], num_bytes, 1)
+            return
+        phase, place, module = log.where([source])
+        end = self._memory.number(target)
+        accesses = ((end, num_bytes - target.nbytes),), ((end, target.nbytes),)
+        name = str(target.dtype).removeprefix("torch.")
+        log.entries.append(Kernel(log.stream, "copy_", "other", 0, name, (), *accesses, 1, phase, place, module))
 
     def _direction(self, target: Tensor, source: Tensor) -> bool | None:
         """Returns whether a copy goes to the GPU. None if it is none between the host and the GPU."""

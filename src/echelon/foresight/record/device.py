@@ -102,6 +102,12 @@ class OnDevice(TorchFunctionMode):
             return special(func, args, kwargs)
         if name == "to" and len(args) > 1 and type(args[1]) is int:
             args = (args[0], torch.device(_CUDA, args[1]), *args[2:])
+        if name == "to":
+            # Where a move also changes the type or the layout, each part of it is a call, in torch's order.
+            *parts, (args, kwargs) = _parts_of_move(args, kwargs)
+            for others, named in parts:
+                out = func(args[0], *map(mapped, others), **named)
+                args = (_placed(name, (args[0], *others), named, out), *args[1:])
         given = (args, kwargs)
         # Fast path: few calls have a device among their arguments.
         for each in args:
@@ -169,6 +175,37 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the number of a tensor's GPU, and -1 on the CPU."""
     device = device_said(args[0], 3)
     return int(func(*args, **kwargs)) if device is None else device.index
+
+
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _parts_of_move(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Arguments]:
+    """Returns the calls of `to` that a call consists of. All but the last one are without their tensor.
+
+    A move that does not block changes the type on the GPU, any other one on the host. Layouts of tensors that come to
+    the GPU are changed there. Source: `copy_kernel_cuda` in ATen/native/cuda/Copy.cu.
+    """
+    tensor, *others = args
+    given = (*others, *kwargs.values())
+    device = next((each for each in given if isinstance(each, str | torch.device)), None)
+    if device is None or not isinstance(tensor, FakeTensor):
+        return [(args, kwargs)]
+    dtype = next((each for each in given if isinstance(each, torch.dtype)), tensor.dtype)
+    layout = kwargs.get("memory_format", torch.preserve_format)
+    has_layout = layout == torch.preserve_format or tensor.is_contiguous(memory_format=layout)
+    recording = recording_here()
+    if (dtype == tensor.dtype and has_layout) or recording is None or (placement := recording.placement) is None:
+        return [(args, kwargs)]
+    non_blocking = _non_blocking(args, kwargs)
+    is_on_host = placement.goal_of(tensor) == HOST
+    move: _Arguments = (device,), {"non_blocking": non_blocking}
+    if is_on_host and is_gpu(device) and not placement.is_unsure(device):
+        first: list[_Arguments] = [] if non_blocking or dtype == tensor.dtype else [((dtype,), {})]
+        return [*first, move, ((tensor, dtype), {"memory_format": layout})]
+    if not is_on_host and is_host(device) and not non_blocking and dtype != tensor.dtype:
+        return [move, ((tensor, dtype), {"memory_format": layout})]
+    return [(args, kwargs)]
 
 
 def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:

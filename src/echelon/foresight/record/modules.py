@@ -18,6 +18,7 @@ from echelon._torch_private.distributed import modules_of_parameters
 from echelon._torch_private.tensors import has_symbols, tree_map
 from echelon.call_site import OF_FSDP2, kind_of
 from echelon.foresight.record.log import Log
+from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.placement import Placement
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
@@ -32,8 +33,9 @@ _MOVING = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSD
 class Modules:
     """Stack of the modules whose forward runs in one rank."""
 
-    def __init__(self, log: Log, placement: Placement | None = None) -> None:
+    def __init__(self, log: Log, memory: Memory, placement: Placement | None = None) -> None:
         self._log = log
+        self._memory = memory
         self._placement = placement
         self._stack: list[int] = []
         self._compiling: list[tuple[nn.Module, AbstractContextManager[None]]] = []
@@ -118,6 +120,8 @@ class Modules:
             self._names[module] = name = ".".join(parts) or type(module).__name__
             for parameter in module.parameters(recurse=False):
                 self._of_parameters[parameter] = name
+            # Those that are trained are known by their optimizer. Others are frozen, as of a teacher.
+            self._memory.mark(module.parameters(recurse=False), "parameters")
         self._names.setdefault(root, type(root).__name__)  # a wrapper may leave itself out
 
 

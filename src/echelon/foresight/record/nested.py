@@ -1,7 +1,7 @@
 """Attention of nested tensors on a GPU: sequences lie one after another, each with its own length.
 
 PyTorch chooses flash attention for 16 bits, and memory-efficient attention for float32. Both take the places at which
-the sequences begin. The lengths are values: the forecast counts each sequence as long as the longest.
+the sequences begin. The recorder counts each sequence by its length, or as long as the longest if that is unknown.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -20,6 +21,8 @@ Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]
 """Meaning of an operator for the recorder. Views and allocations launch nothing. A read brings a value to the host."""
 
 Shape: TypeAlias = tuple[int, ...]
+Documents: TypeAlias = Sequence[tuple[int, int]]
+"""Lengths of queries and of keys of each document, inside of which attention is computed."""
 
 _NO_KERNEL = frozenset(
     [
@@ -82,6 +85,11 @@ _SLOWER = frozenset(
     ]
 )
 """Other operators that read their inputs many times, or one part after another."""
+_OF_TORCH = frozenset(
+    {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"}
+    | {"torch_attn", "fsdp", "symm_mem", "inductor", "inductor_prims", "rngprims", "quantized", "mkldnn", "onednn"}
+)
+"""Namespaces of torch's operators. Others are those of the program and its libraries."""
 _CHUNK = 32
 """Number of tensors that one kernel of a multi-tensor operator takes, roughly."""
 
@@ -106,6 +114,8 @@ class Operator(NamedTuple):
     """For products and convolutions, the operation whose setting decides whether a GPU computes float32 by TF32."""
     is_slower: bool
     """Whether it takes longer than reading its inputs and writing its outputs once, such as eigenvalues."""
+    custom_name: str
+    """Full name, such as "mylib::scan", of an operator that torch does not know. Empty for one of torch."""
 
 
 class Operation(NamedTuple):
@@ -152,6 +162,7 @@ def operator(func: Any) -> Operator:
         shape=shape,
         precision_of=_precision_of(name) if kind == "matmul" else "",
         is_slower=name in _SLOWER or (name.startswith(_LINEAR_ALGEBRA) and name not in _READ_ONCE),
+        custom_name="" if facts.namespace in _OF_TORCH else f"{facts.namespace}::{name}",
     )
 
 
@@ -180,11 +191,28 @@ def launches_of(facts: Operator, args: Sequence[Any]) -> int:
     return max(1, len(args[1])) if facts.name in FFTS else 1
 
 
-def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], out: object) -> tuple[int, Shape]:
-    """Returns the floating-point operations of matrix products or attention, and the shape for the device model."""
+def flops_and_shape(
+    facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], out: object, documents: Documents | None = None
+) -> tuple[int, Shape]:
+    """Returns the floating-point operations of matrix products or attention, and the shape for the device model.
+
+    Args:
+        facts: facts of the operator.
+        args, kwargs: its arguments.
+        out: its result.
+        documents: lengths of the documents of attention. None: it has none, or each is as long as the longest.
+    """
     if facts.kind == "attention":
         assert facts.flops is not None
-        return int(facts.flops(args, kwargs)), _attention_shape(facts.name, args)
+        sizes = sizes_of_attention(facts.name, args)
+        if not documents:
+            return int(facts.flops(args, kwargs, sizes)), _attention_shape(sizes)
+        flops = sum(
+            count * int(facts.flops(args, kwargs, sizes._replace(queries=queries, keys=keys, num_queries=queries)))
+            for (queries, keys), count in Counter(documents).items()
+        )
+        queries, keys = _typical(documents)
+        return flops, _attention_shape(sizes._replace(batch=len(documents), queries=queries, keys=keys))
     shape = facts.shape(args) if facts.shape else ()
     # torch has no formula for some products.
     flops = 2 * math.prod(shape) if facts.flops is None else int(facts.flops(*args, **kwargs, out_val=out))
@@ -295,7 +323,7 @@ def _first_of(name: str) -> int:
 
 
 class SizesOfAttention(NamedTuple):
-    """Sizes of attention. Of sequences that lie one after another, each is taken to be as long as the longest."""
+    """Sizes of attention. Of sequences that lie one after another, those of the longest one."""
 
     batch: int
     heads: int
@@ -304,6 +332,8 @@ class SizesOfAttention(NamedTuple):
     keys: int
     width: int
     width_of_values: int
+    num_queries: int
+    """Queries of all sequences."""
 
 
 def sizes_of_attention(name: str, args: Sequence[Any]) -> SizesOfAttention:
@@ -321,19 +351,41 @@ def sizes_of_attention(name: str, args: Sequence[Any]) -> SizesOfAttention:
     else:
         batch, heads, queries, _ = query.shape
         heads_of_keys, keys = key.shape[1:3]
-    return SizesOfAttention(batch, heads, heads_of_keys, queries, keys, *widths)
+    num_queries = query.numel() // max(1, heads * query.shape[-1])
+    return SizesOfAttention(batch, heads, heads_of_keys, queries, keys, *widths, num_queries)
 
 
-def _attention_shape(name: str, args: Sequence[Any]) -> Shape:
-    batch, heads, heads_of_keys, queries, keys, width, _ = sizes_of_attention(name, args)
+def begins_of_documents(name: str, args: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+    """Returns the places at which queries and keys of documents begin. None if attention is not inside of documents."""
+    if name not in _LONGEST:
+        return None
+    queries, keys = args[_LONGEST[name] - 2 : _LONGEST[name]]
+    return None if queries is None or keys is None else (queries, keys)
+
+
+def _typical(documents: Documents) -> tuple[int, int]:
+    """Returns the length of queries and of keys in which most of the work is done."""
+    work = sum(queries * keys for queries, keys in documents)
+    if not work:
+        return 0, 0
+    return (
+        round(sum(queries * keys * queries for queries, keys in documents) / work),
+        round(sum(queries * keys * keys for queries, keys in documents) / work),
+    )
+
+
+def _attention_shape(sizes: SizesOfAttention) -> Shape:
+    batch, heads, heads_of_keys, queries, keys, width, *_ = sizes
     if queries == 1:  # flash attention takes the queries that share a key together
         heads, queries = heads_of_keys, max(1, heads // max(1, heads_of_keys))
     return batch, heads, queries, keys, width
 
 
-def _attention_flops(name: str, causal: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    batch, heads, _, queries, keys, width, width_of_values = sizes_of_attention(name, args)
-    flops = _with_backward(2 * batch * heads * queries * keys * (width + width_of_values), _first_of(name))
+def _attention_flops(
+    name: str, causal: int, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: SizesOfAttention
+) -> int:
+    _, heads, _, queries, keys, width, width_of_values, num_queries = sizes
+    flops = _with_backward(2 * num_queries * heads * keys * (width + width_of_values), _first_of(name))
     is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
     return flops // 2 if is_causal and queries == keys else flops
 
@@ -343,16 +395,13 @@ def _with_backward(products: int, is_backward: int) -> int:
     return int(products) * 5 // 2 if is_backward else int(products)
 
 
-def _varlen_flops(name: str, window: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Returns the FLOPs of attention inside of sequences that lie one after another.
-
-    Their lengths are values, which a forecast does not know. Each is taken to be as long as the longest.
-    """
-    first = _first_of(name)
-    query, value = args[first], args[first + 2]
-    tokens, heads, width = query.shape
-    queries, keys, *others = args[_LONGEST[name] :]
-    is_causal = others[0] if others else kwargs.get("is_causal", False)
+def _varlen_flops(
+    name: str, window: int, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: SizesOfAttention
+) -> int:
+    """Returns the FLOPs of attention inside of documents that lie one after another."""
+    _, heads, _, queries, keys, width, width_of_values, num_queries = sizes
+    causal = _LONGEST[name] + 2
+    is_causal = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
     left, right = kwargs.get("window_size", args[window] if len(args) > window else None) or (-1, -1)
     right = 0 if is_causal else right
     # Keys after a query, and before it, on average: the last query is at the last key. A window may have fewer.
@@ -360,7 +409,8 @@ def _varlen_flops(name: str, window: int, args: Sequence[Any], kwargs: Mapping[s
     before = keys - after
     before = before if left < 0 else min(before, left)
     after = after if right < 0 else min(after, right)
-    return _with_backward(int(2 * tokens * heads * (before + after) * (width + value.shape[2])), first)
+    products = 2 * num_queries * heads * (before + after) * (width + width_of_values)
+    return _with_backward(int(products), _first_of(name))
 
 
 _CAUSAL = {

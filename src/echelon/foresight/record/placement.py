@@ -54,6 +54,8 @@ _TAKES_BOTH = frozenset(
     | {"_pack_padded_sequence", "tensor_split"}
 )
 """Operators that take tensors of several devices. Indexing does so, too."""
+_OF_BAGS = frozenset({"_embedding_bag", "_embedding_bag_backward"})
+"""Operators whose tensors after the second one are offsets, which torch makes itself on the device of the indices."""
 HOST = "host"
 """Goal of a move that can mean nothing but the host."""
 
@@ -261,6 +263,8 @@ class Placement:
         # torch's code for parallelism moves tensors to the device of its mesh, but not those that it offloads itself.
         if not any(map(self._memory.is_fixed, before)) and _of_distributed():
             return GPU if is_on_gpu else None
+        if name in _OF_BAGS:
+            inputs, before = inputs[:2], before[:2]
         # torch takes numbers of the host beside tensors of the GPU, but no tensors with dimensions.
         hosts = [number for number, each in zip(before, inputs, strict=False) if number in on_host and each.dim()]
         if not is_on_gpu:

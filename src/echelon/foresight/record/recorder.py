@@ -44,8 +44,10 @@ from echelon.foresight.record.operators import (
     KEEPS_TERMS,
     NEGATES,
     TAKES_MASKS,
+    Documents,
     Operation,
     Operator,
+    begins_of_documents,
     flops_and_shape,
     launches_of,
     operator,
@@ -402,8 +404,27 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             storages = zip(map(id, (*inputs, *outputs)), (*before, *after), strict=True)
             self._enter_convolution(operation, out, dict(storages))
             return
-        flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())
+        if facts.custom_name and facts.flops is None and self._placement is not None:
+            self.log.assume(
+                f"{facts.custom_name} takes the time of its bytes alone (if it computes products, "
+                "torch.utils.flop_counter.register_flop_formula says their number)"
+            )
+        flops, shape = (
+            flops_and_shape(facts, args, kwargs, out, self._documents(operation)) if facts.kind != "other" else (0, ())
+        )
         self._launch(operation, outputs, facts.kind, flops, shape, accesses, facts.name)
+
+    def _documents(self, operation: Operation) -> Documents | None:
+        """Returns the lengths of the documents of attention. None if it has none, or they are unknown."""
+        if (begins := begins_of_documents(operation.facts.name, operation.args)) is None:
+            return None
+        known = [self.routing.read(each) for each in begins]
+        if any(each is None for each in known):
+            self.log.assume("each sequence of attention is as long as the longest")
+            return None
+        with real_tensors():
+            lengths = [each.diff().tolist() for each in known if each is not None]
+        return list(zip(*lengths, strict=True))
 
     def _follow_overflow(self, facts: Operator, before: Sequence[int], results: Iterable[Tensor]) -> None:
         """Notes results that say whether values are infinite or not a number, by themselves or by their inputs."""

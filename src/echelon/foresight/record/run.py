@@ -448,7 +448,7 @@ class _Run:
             # A timed step collects its garbage as the program does by itself.
             gc.enable()
             return
-        Modules(recording.log, recording.placement).watch()
+        Modules(recording.log, recording.memory, recording.placement).watch()
         stack.enter_context(taking_fake_tensors())
         mode = stack.enter_context(recorded_tensors())
         if recording.threads is not None:

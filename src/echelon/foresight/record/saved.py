@@ -116,10 +116,20 @@ class CheckpointCalls:
             arrays: Any = importlib.import_module("safetensors.numpy")
             yield with_new(arrays.save_file, skip, "safetensors.numpy.save_file", nothing)
 
-    def of_store(self) -> list[Replacement]:
-        """Lets `Store.save` be skipped."""
+    def of_classes(self) -> list[Replacement]:
+        """Lets `Store.save` be skipped, and the methods of torch that write files in C++."""
         saved = in_writers(skip, "Store.save", lambda: Handle(0, lambda: None, lambda: True))
-        return [Replacement(Store, "save", saved)]
+        jit: Any = torch.jit
+        scripts = (jit.ScriptModule, jit.RecursiveScriptModule, jit.ScriptFunction)
+        profilers = (torch.autograd.profiler.profile, torch.profiler.profile)
+        return [
+            Replacement(Store, "save", saved),
+            *(Replacement(each, "save", in_writers(skip, "torch.jit.save", nothing)) for each in scripts),
+            *(
+                Replacement(each, "export_chrome_trace", in_writers(skip, "export_chrome_trace", nothing))
+                for each in profilers
+            ),
+        ]
 
     def find(self, recording: Recording, path: str) -> str | None:
         """Returns the path in the recording's folder for a path of the program. None if the real path is used."""

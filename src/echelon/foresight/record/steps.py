@@ -24,7 +24,7 @@ from echelon.foresight.record.here import Recording, in_ranks, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.threads import refuse_in_thread
-from echelon.foresight.trace import Allocate, Entry, Order, Trace
+from echelon.foresight.trace import Allocate, Entry, Kernel, Order, Trace
 from echelon.pipeline.stage.stage import Stage
 from echelon.replacements import Replacement, replaced
 
@@ -40,6 +40,8 @@ MOST_ROUNDS = 16
 """Rounds for which an optimizer is waited for. A WGAN has 5 of its critic, and MAML 10, and each round is recorded."""
 _OF_STATIC_GRAPH = 3
 """First typical step of a DDP with a static graph: in the two before it, it reduces gradients after the backward."""
+_ALIKE = 0.01
+"""Relative difference of FLOPs up to which steps are alike."""
 _CALLERS = tuple(os.path.join("torch", *parts) for parts in (("autograd", "__init__.py"), ("_tensor.py",)))
 """Files of torch between a backward and the code that calls it."""
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -94,6 +96,8 @@ class Steps:
         """Storages that were alive when it began."""
         self.earlier: list[Order] = []
         """Communication, waits and events before it."""
+        self._work = (0, 0)
+        """FLOPs of the backwards of the last two steps."""
         self.num_done = 0
         self.are_done = False
         """Whether the program is being ended, after its last step."""
@@ -118,6 +122,8 @@ class Steps:
         """Optimizers that have stepped in this round: a round ends when one of them steps again."""
         self._rounds: list[_End] = []
         """Ends of rounds in this step."""
+        self._has_had_rounds = False
+        """Whether a step had several rounds."""
         self._waited_for: list[str] = []
         """Lines of optimizers that had not stepped at the end of the latest round."""
         self._last: weakref.ref[Optimizer] | None = None
@@ -167,6 +173,7 @@ class Steps:
         self._waited_for = self._missing()
         self._of_round.clear()
         self._rounds.append(self._end)
+        self._has_had_rounds = True
         if self._waited_for and len(self._rounds) < MOST_ROUNDS:
             return
         self._leave_out()
@@ -294,6 +301,7 @@ class Steps:
             self._num_uncounted += 1
             return
         self.num_done += 1
+        self._work = self._work[1], _flops_of_backward(self.entries)
         if self.num_done == self._num_steps:
             self._since = time.monotonic()
         if self._has_enough():
@@ -309,6 +317,13 @@ class Steps:
     def trace(self, rank: int, world_size: int) -> Trace:
         """Returns the last step, or the whole program if it has no optimizer."""
         log = self._log
+        before, last = self._work
+        # Steps of several optimizers at different rates begin unlike later ones.
+        if abs(last - before) > _ALIKE * before > 0 and not self._has_had_rounds:
+            log.assumptions.of(
+                f"steps are alike from now on: the backward of this one has {last / before:.3g} times the FLOPs of the "
+                f"one before (--steps {self.num_done + 1} foresees the next one)"
+            )
         entries = log.entries if self.entries is None else self.entries
         live = (each._replace(kind=log.kinds.get(each.storage, each.kind)) for each in self.live)
         return Trace(
@@ -325,6 +340,11 @@ class Steps:
             computed=tuple(log.computed if self.entries is None else self.computed),
             earlier=tuple(self.earlier),
         )
+
+
+def _flops_of_backward(entries: Sequence[Entry]) -> int:
+    """Returns the FLOPs of the backwards of a step. Its forwards may be those of an evaluation, too."""
+    return sum(each.flops for each in entries if type(each) is Kernel and each.phase == "backward")
 
 
 def _has_parameters(optimizer: Optimizer) -> bool:

@@ -67,7 +67,7 @@ def no_writes(saved: Saved, *, allow_files: bool) -> Iterator[None]:
         checkpoints = CheckpointCalls(scratch, saved)
         files = _Files(scratch, saved, checkpoints, allow_files)
         stack.enter_context(_replaced_everywhere({**dict(checkpoints.replacements()), **dict(files.of_checkpoints())}))
-        stack.enter_context(replaced(checkpoints.of_store()))
+        stack.enter_context(replaced(checkpoints.of_classes()))
         if not allow_files:
             stack.enter_context(_replaced_everywhere(dict(files.replacements())))
             of_classes = [
