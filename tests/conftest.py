@@ -12,6 +12,8 @@ import tempfile
 import pytest
 
 import echelon
+from tests.helpers.grids import share_out_backends
+from tests.helpers.rank_servers import DistantServer, Server
 
 os.environ["ECHELON_TUNED"] = "off"  # what `echelon tune` may have written here does not matter to tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -33,25 +35,48 @@ def pytest_collection():
         gc.enable()
 
 
-_POOL = pytest.StashKey()
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out what is slow
+def pytest_collection_modifyitems(items):
+    share_out_backends(items)
 
 
-def new_pool():
-    from tests.helpers.preloaded_pool import PreloadedPool
-
-    return PreloadedPool()
+_SERVERS = pytest.StashKey()
 
 
-def pytest_collection_finish(session):
-    """Begins the imports of the pool's ranks if this process has a share of all tests. They take seconds."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        session.config.stash[_POOL] = new_pool()
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Starts the servers of ranks once for all processes among which pytest-xdist shares out the tests."""
+    if _SERVERS not in node.config.stash:
+        node.config.stash[_SERVERS] = [Server(), Server()]
+    node.workerinput["rank_servers"] = [server.address() for server in node.config.stash[_SERVERS]]
+
+
+def pytest_unconfigure(config):
+    for server in config.stash.get(_SERVERS, []):
+        server.end()
 
 
 @pytest.fixture(scope="session")
-def pool(request):
+def rank_servers(request):
+    """Servers that have imported torch and become ranks: those of the whole run, or of this process alone."""
+    shared = getattr(request.config, "workerinput", {}).get("rank_servers")
+    if shared is not None:
+        return list(map(DistantServer, shared))
+    return request.config.stash.setdefault(_SERVERS, [Server(), Server()])
+
+
+@pytest.fixture(scope="session")
+def new_pool(rank_servers):
+    """Makes pools of real processes, which the test closes."""
+    from tests.helpers.preloaded_pool import PreloadedPool
+
+    return lambda: PreloadedPool(rank_servers)
+
+
+@pytest.fixture(scope="session")
+def pool(new_pool):
     """Real processes as ranks, kept over the whole session."""
-    with request.config.stash.get(_POOL, None) or new_pool() as ranks:
+    with new_pool() as ranks:
         yield ranks
 
 

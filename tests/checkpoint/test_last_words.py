@@ -37,6 +37,9 @@ group.close()
 def test_the_last_checkpoint_is_named_after_a_failure(tmp_path, wait, end, status):
     ended = run(tmp_path, wait, end)
     assert ended.returncode == status
+    if end == "a rank is killed":
+        assert ended.stderr.startswith("echelon: rank 1 was killed by SIGKILL\n")
+        assert "echelon: then rank 0 failed in receive from rank 1" in ended.stderr
     assert ended.stderr.count(f"echelon: the last checkpoint is of step 20, in {tmp_path}/kept\n") == 1
 
 

@@ -303,21 +303,26 @@ while True:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+    ("number", "status", "choices"),
+    [
+        (signal.SIGINT, 130, "{slow,fast}"),
+        pytest.param(signal.SIGTERM, 143, "{slow,fast,slow}", marks=pytest.mark.slow),
+    ],
 )
-def test_a_signal_ends_a_sweep_with_its_table(number, status, tmp_path):
+def test_a_signal_ends_a_sweep_with_its_table(number, status, choices, tmp_path):
     (tmp_path / "train.py").write_text(FAST_AND_SLOW)
     is_json = ["--json"] * (number == signal.SIGTERM)
-    words = ["foresee", "-n", "1", *is_json, "--sweep", "{slow,fast,slow}", "train.py"]
+    words = ["foresee", "-n", "1", *is_json, "--sweep", choices, "train.py"]
+    count = choices.count(",") + 1
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-P", "-m", "echelon", *words], cwd=tmp_path, **pipes) as process:
         begun = process.stderr.readline()
         first = process.stderr.readline()
         process.send_signal(number)
         out, err = process.communicate()
-    assert begun == f"echelon: foreseeing 3 combinations of arguments, {sweep_module.at_once(3)} at once\n"
-    assert re.match(r"echelon: 1 of 3: fast takes .*, fits(; about \d+ (s|min) left)?\n", first)
-    assert f"echelon: ended by {number.name}: 2 of 3 combinations left out\n" in err
+    assert begun == f"echelon: foreseeing {count} combinations of arguments, {sweep_module.at_once(count)} at once\n"
+    assert re.match(rf"echelon: 1 of {count}: fast takes .*, fits(; about \d+ (s|min) left)?\n", first)
+    assert re.search(rf"echelon: ended by {number.name}: {count - 1} of {count} combinations? left out\n", err)
     assert process.returncode == status
     if is_json:
         assert [entry["arguments"] for entry in json.loads(out)["ranked"]] == [["fast"]]

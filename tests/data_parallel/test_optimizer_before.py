@@ -9,6 +9,7 @@ from torch import nn
 import echelon
 from echelon import DDP
 from echelon.data_parallel import AccumulateIn, CompressTo, LocalSGD, PowerSGD
+from tests.helpers.grids import covering
 from tests.helpers.models import TINY_MB, batch, fill, loss_of, mlp, part
 
 OPTIONS = {
@@ -64,8 +65,7 @@ def train(group, is_before, option, optimizer_name):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("option", "optimizer"), covering(OPTIONS, OPTIMIZERS))
 def test_it_trains_as_one_made_after(option, optimizer):
     if (option, optimizer) == ("LocalSGD", "Zero"):
         pytest.skip("ZeroOptimizer needs equal gradients on all ranks")

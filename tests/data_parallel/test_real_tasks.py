@@ -91,14 +91,15 @@ def test_digits_are_learnt_as_well_as_in_one_process(pool, alone):
         assert accuracy > alone[1] - 0.015
 
 
+@pytest.mark.slow  # test_hooks.py trains a small model with each
 @pytest.mark.parametrize(
     ("name", "tolerance"),
     [
         ("powersgd", 0.2),
-        *(
-            pytest.param(name, tolerance, marks=pytest.mark.slow)
-            for name, tolerance in (("bfloat16", 5e-3), ("float16", 5e-3), ("local", 0.5), ("float32", 0.03))
-        ),
+        ("bfloat16", 5e-3),
+        ("float16", 5e-3),
+        ("local", 0.5),
+        ("float32", 0.03),
     ],
 )
 def test_digits_are_learnt_with_less_traffic_or_precision(pool, alone, name, tolerance):

@@ -8,8 +8,11 @@ from torch import nn
 
 import echelon
 from echelon import DDP, SyncBatchNorm
+from tests.helpers.grids import covering
 from tests.helpers.models import fill
 
+COUNTS = [[10], [5, 5], [7, 3], [1, 8, 1], [0, 6, 4]]
+OPTIONS = [{}, {"momentum": None}, {"affine": False}, {"bias": False}, {"track_running_stats": False}]
 LAYERS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 SHAPES = {1: (3,), 2: (3, 2, 4), 3: (3, 2, 1, 2)}
 
@@ -44,10 +47,8 @@ def on_rank(group, dims, counts, options):
     return run_layer(layer, values(dims).split(counts)[group.rank], 2)
 
 
-@pytest.mark.parametrize("dims", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("counts", [[10], [5, 5], [7, 3], [1, 8, 1], [0, 6, 4]])
 @pytest.mark.parametrize(
-    "options", [{}, {"momentum": None}, {"affine": False}, {"bias": False}, {"track_running_stats": False}]
+    ("dims", "counts", "options"), [*covering([1, 2], COUNTS, OPTIONS), *covering([3], COUNTS[::-1], OPTIONS)]
 )
 def test_it_equals_the_layer_of_one_process(dims, counts, options):
     expected, for_parameters, buffers = run_layer(layer_of(dims, **options), values(dims), 2)

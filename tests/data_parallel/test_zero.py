@@ -8,6 +8,7 @@ from torch import nn
 
 import echelon
 from echelon import DDP, UnsupportedOp, ZeroOptimizer
+from tests.helpers.grids import covering
 from tests.helpers.models import assert_all_equal, batch, fill, loss_of, mlp, part
 
 OPTIMIZERS = {
@@ -48,8 +49,7 @@ def train_sharded(group, make, name, bucket_mb):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("bucket_mb", [25, 1e-5])
+@pytest.mark.parametrize(("world_size", "bucket_mb"), covering([1, 3, 2], [25, 1e-5]))
 def test_it_trains_as_the_plain_optimizer_does(name, world_size, bucket_mb):
     optimizer_class, options = OPTIMIZERS[name]
     for make in (mlp, channels_last):

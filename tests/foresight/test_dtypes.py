@@ -6,6 +6,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from echelon import foresee
+from tests.helpers.grids import covering
 
 HALF = torch.bfloat16
 WRONG = {
@@ -54,8 +55,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("gpu", ["cpu", "h100"])
+@pytest.mark.parametrize(("name", "gpu"), covering(WRONG, ["h100", "cpu"]))
 def test_types_that_torch_refuses_are_refused(name, gpu):
     with pytest.raises(RuntimeError):
         WRONG[name]("cpu")

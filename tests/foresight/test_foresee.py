@@ -240,7 +240,7 @@ def mesh_after_gpu():
 
 
 def reversed_numbers():
-    return f"cuda:{3 - dist.get_rank() % 4}"
+    return f"cuda:{1 - dist.get_rank() % 2}"
 
 
 def replicated_by_number():
@@ -252,9 +252,9 @@ def replicated_by_number():
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", None])
 @pytest.mark.parametrize("choose", [unnumbered, number_zero])
 def test_ranks_of_a_host_that_share_a_gpu_are_an_error_with_the_line(choose, backend):
-    text = r"use cuda:0, those of LOCAL_RANK 0 and [1-3] at .*test_foresee\.py:\d+, .*set_device\(LOCAL_RANK\)"
+    text = r"use cuda:0, those of LOCAL_RANK 0 and 1 at .*test_foresee\.py:\d+, .*set_device\(LOCAL_RANK\)"
     with pytest.raises(RuntimeError, match=text):
-        echelon.foresee(adds, 8, (backend, choose), hosts=2)
+        echelon.foresee(adds, 4, (backend, choose), hosts=2)
 
 
 RIGHT = [set_by_rank_of_host, alone_in_sight, of_group, in_mesh_of_gpus, mesh_after_gpu, reversed_numbers]
@@ -262,13 +262,13 @@ RIGHT = [set_by_rank_of_host, alone_in_sight, of_group, in_mesh_of_gpus, mesh_af
 
 @pytest.mark.parametrize("choose", [*RIGHT, replicated_by_number])
 def test_ranks_with_gpus_of_their_own_share_none(choose):
-    assert echelon.foresee(adds, 8, ("nccl", choose), hosts=2).problems == []
+    assert echelon.foresee(adds, 4, ("nccl", choose), hosts=2).problems == []
 
 
 @pytest.mark.parametrize("choose", [unnumbered, number_zero])
 def test_ranks_may_share_a_gpu_without_nccl_or_alone_on_their_host(choose):
-    assert echelon.foresee(adds, 8, ("gloo", choose), hosts=2).problems == []
-    assert echelon.foresee(adds, 4, ("nccl", choose), hosts=4).problems == []
+    assert echelon.foresee(adds, 4, ("gloo", choose), hosts=2).problems == []
+    assert echelon.foresee(adds, 2, ("nccl", choose), hosts=2).problems == []
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_the_sweeps_that_are_advised_after_a_misfit_fit_and_are_not_needlessly_s
 def test_command_that_sigterm_ends_leaves_no_folder(tmp_path):
     for_scratch = tmp_path / "scratch"
     for_scratch.mkdir()
-    (tmp_path / "train.py").write_text("print('begun', flush=True)\nwhile True:\n    pass\n")
+    (tmp_path / "train.py").write_text("import time\nprint('begun', flush=True)\nwhile True:\n    time.sleep(0.01)\n")
     words = [sys.executable, "-P", "-m", "echelon", "foresee", "-n", "2", "train.py"]
     environment = {**os.environ, "TMPDIR": str(for_scratch)}
     pipe = subprocess.PIPE

@@ -20,6 +20,7 @@ from echelon import UnsupportedOp, foresee
 from echelon.foresight.record import recorder
 from echelon.foresight.trace import Collective, Kernel
 from tests.foresight import programs
+from tests.helpers.grids import covering
 
 
 def steps(model, x, count=2):
@@ -378,8 +379,10 @@ def test_names_of_cuda_work(program):
     assert foresee(program, 1).step_seconds > 0
 
 
-@pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("name", ["Adam", "NAdam", "RAdam", "RMSprop", "Adamax", "Adadelta", "ASGD", "Rprop"])
+@pytest.mark.parametrize(
+    ("name", "foreach"),
+    covering(["Adam", "NAdam", "RAdam", "RMSprop", "Adamax", "Adadelta", "ASGD", "Rprop"], [None, False]),
+)
 def test_optimizers_may_be_capturable(name, foreach):
     def program():
         layer = nn.Linear(8, 8, device="cuda")

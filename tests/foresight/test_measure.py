@@ -99,10 +99,8 @@ def own_ddp(group):
     "program",
     [
         ddp,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (fsdp, tensor_parallel)),
-        torch_pipeline,
         pipeline,
-        own_ddp,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (fsdp, tensor_parallel, torch_pipeline, own_ddp)),
     ],
 )
 def test_a_rank_that_runs_alone_makes_the_recorded_calls(program):

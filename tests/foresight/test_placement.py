@@ -94,12 +94,12 @@ def counts_on_the_host(loss):
     ("wrap", "move_inputs"),
     [
         (replicated, False),
-        (replicated, True),
+        pytest.param(replicated, True, marks=pytest.mark.slow),
         (replicated_in_place, True),
         (moved, True),
         (numbered, True),
         (sharded, False),
-        (sharded, True),
+        pytest.param(sharded, True, marks=pytest.mark.slow),
     ],
 )
 def test_programs_that_move_their_tensors_run(wrap, move_inputs):

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from echelon import foresee
 from echelon.foresight.trace import UNKNOWN_STORAGE, Kernel
+from tests.helpers.grids import covering
 
 CUDNN, MATMUL = torch.backends.cudnn, torch.backends.cuda.matmul
 
@@ -140,18 +141,22 @@ def ctc(targets, lengths, device="cpu", shape=(20, 3, 7), **options):
     return loss.shape, scores.grad.shape
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"reduction": "sum", "zero_infinity": True}], ids=str)
+TARGETS = {
+    "padded": (lambda: torch.ones(3, 6, dtype=torch.int64), lambda: torch.tensor([2, 5, 3]), (20, 3, 7), 5),
+    "tuple": (lambda: torch.ones(3, 6, dtype=torch.int64), lambda: (2, 5, 3), (20, 3, 7), 5),
+    "joined": (lambda: torch.ones(10, dtype=torch.int64), lambda: torch.tensor([2, 5, 3]), (20, 3, 7), 5),
+    "one sample": (lambda: torch.ones(4, dtype=torch.int64), lambda: torch.tensor(4), (20, 7), 4),
+}
+
+
 @pytest.mark.parametrize(
-    ("targets", "lengths", "shape", "longest"),
-    [
-        (lambda: torch.ones(3, 6, dtype=torch.int64), lambda: torch.tensor([2, 5, 3]), (20, 3, 7), 5),
-        (lambda: torch.ones(3, 6, dtype=torch.int64), lambda: (2, 5, 3), (20, 3, 7), 5),
-        (lambda: torch.ones(10, dtype=torch.int64), lambda: torch.tensor([2, 5, 3]), (20, 3, 7), 5),
-        (lambda: torch.ones(4, dtype=torch.int64), lambda: torch.tensor(4), (20, 7), 4),
-    ],
-    ids=["padded", "tuple", "joined", "one sample"],
+    ("kind", "options"),
+    covering(TARGETS, [{}, {"reduction": "none"}, {"reduction": "sum", "zero_infinity": True}]),
+    ids=str,
 )
-def test_a_ctc_loss_has_the_shapes_and_the_memory_of_torch(targets, lengths, shape, longest, options):
+def test_a_ctc_loss_has_the_shapes_and_the_memory_of_torch(kind, options):
+    targets, lengths, shape, longest = TARGETS[kind]
+
     def program():
         shapes.append(ctc(targets().cuda(), lengths(), "cuda", shape, **options))
 

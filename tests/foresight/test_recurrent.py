@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from echelon import foresee
 from echelon.foresight.trace import Allocate, Kernel
+from tests.helpers.grids import covering
 
 WIDTH, HIDDEN, STEPS, BATCH = 6, 8, 5, 3
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -43,9 +44,9 @@ def kernels(seen):
     return [each for each in seen.traces[0].entries if isinstance(each, Kernel)]
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("kind", list(GATES))
-def test_outputs_and_gradients_have_the_shapes_of_torch(kind, options):
+@pytest.mark.parametrize(("case", "kind"), covering(CASES, GATES))
+def test_outputs_and_gradients_have_the_shapes_of_torch(case, kind):
+    options = CASES[case]
     found = []
     seen = foresee(lambda: train(kind, options, found=found), 1, gpu="h100")
     assert found == train(kind, options, "cpu")
@@ -55,8 +56,7 @@ def test_outputs_and_gradients_have_the_shapes_of_torch(kind, options):
     assert sum(each.flops for each in kernels(seen)) == 3 * forward
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}], ids=str)
-@pytest.mark.parametrize("kind", list(GATES))
+@pytest.mark.parametrize(("kind", "options"), covering(GATES, [{}, {"batch_first": True}]), ids=str)
 def test_packed_sequences_have_the_shapes_of_torch(kind, options):
     found = []
     lengths = partial(torch.tensor, [5, 4, 2])

@@ -300,7 +300,7 @@ def test_the_variables_of_a_job_hide_those_of_the_launcher_around_it(monkeypatch
     assert dict(os.environ) == before
 
 
-def test_a_worker_that_leaves_torchs_group_open_is_not_kept():
-    with RankPool() as own:
+def test_a_worker_that_leaves_torchs_group_open_is_not_kept(new_pool):
+    with new_pool() as own:
         assert own.run(leaves_torchs_group_open, 1) == [1]
         assert repr(own) == "<RankPool: 0 idle workers>"

@@ -38,7 +38,7 @@ def run(tmp_path, leave, backend="shm"):
 @pytest.mark.parametrize(
     ("leave", "status", "backend"),
     [
-        ("sys.exit(3)", "3", "shm"),
+        pytest.param("sys.exit(3)", "3", "shm", marks=pytest.mark.slow),
         pytest.param("sys.exit('no data')", "1: no data", "tcp", marks=pytest.mark.slow),
         pytest.param("os._exit(3)", "3", "shm", marks=pytest.mark.slow),
         pytest.param("\n    with group: sys.exit(3)", "3", "tcp", marks=pytest.mark.slow),

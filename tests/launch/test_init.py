@@ -166,6 +166,7 @@ def test_an_error_that_all_ranks_raise_is_told_once(fault, text, tmp_path):
     assert "direct cause" not in err
 
 
+@pytest.mark.slow  # tests/checkpoint/test_last_words.py has one in the quick tests
 def test_a_rank_that_dies_ends_the_job(script):
     status, _, err = finish(start("-m", "echelon", "run", "-q", "-n", "2", script, "die"))
     assert status == 137
@@ -257,6 +258,7 @@ def test_under_torchrun_all_ranks_are_clients_of_the_agents_store(script):
     assert lines == [f"{rank} of 2: [3.0, 3.0, 3.0]" for rank in range(2)]
 
 
+@pytest.mark.slow  # the next test has its variables
 @pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed: apt-get install openmpi-bin")
 def test_under_mpirun_all_ranks_meet(script, tmp_path):
     command = [MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script]
@@ -266,6 +268,17 @@ def test_under_mpirun_all_ranks_meet(script, tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == [f"{rank} of 2: [3.0, 3.0, 3.0]" for rank in range(2)]
     assert not list((tmp_path / "runtime").iterdir()), "the secret was left behind"
+
+
+def test_ranks_of_mpirun_meet(pool, tmp_path):
+    """Simulated: its variables alone, as Open MPI sets them on one host."""
+    common = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "2044067841"}
+    common["XDG_RUNTIME_DIR"] = str(tmp_path)
+    tmp_path.chmod(0o700)
+    names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"
+    environs = [{**common, **dict.fromkeys(names, str(rank))} for rank in range(2)]
+    assert pool.run(rank_functions.totals_of_another_world, 2, environs) == [[3.0, 3.0]] * 2
+    assert not list(tmp_path.iterdir()), "the secret was left behind"
 
 
 @pytest.mark.parametrize("hosts", ["vm", "vm[1-2]"])

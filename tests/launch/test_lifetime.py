@@ -155,7 +155,7 @@ def check(early, late):
     assert late.memory - early.memory <= GROWTH, f"{late} after more worlds than {early}"
 
 
-@pytest.mark.parametrize("times", [60, SLOW])
+@pytest.mark.parametrize("times", [40, SLOW])
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "shm"), (2, "tcp"), (1, "auto")])
 def test_closed_worlds_leave_nothing(world_size, backend, times):
     for early, late in run_worlds(world_size, be_closed, backend, times):
@@ -190,13 +190,13 @@ def simulate_often(times, fails):
     early = None
     for turn in range(times):
         with pytest.raises(ValueError, match="bad luck") if fails else nullcontext():
-            echelon.simulate(simulated_rank, 3, (fails,))
+            echelon.simulate(simulated_rank, 2, (fails,))
         if turn + 1 == EARLY:
             early = left()
     return early, left()
 
 
-@pytest.mark.parametrize("times", [60, SLOW])
+@pytest.mark.parametrize("times", [40, SLOW])
 @pytest.mark.parametrize("fails", [False, True])
 def test_simulations_leave_nothing(times, fails):
     ((early, late),) = fork_and_collect([partial(simulate_often, times, fails)], timeout=500.0)
@@ -222,13 +222,14 @@ def test_spawned_jobs_leave_nothing():
     check(Left(*early), Left(*late))
 
 
-def test_jobs_of_a_pool_leave_nothing(pool):
-    for _ in range(5):
-        pool.run(use, 2)
-    early = pool.run(left_in_worker, 2)
-    for _ in range(30):
-        pool.run(use, 2)
-    late = pool.run(left_in_worker, 2)
+def test_jobs_of_a_pool_leave_nothing(new_pool):
+    with new_pool() as own:  # other tests may have left files open in the ranks of the fixture `pool`
+        for _ in range(5):
+            own.run(use, 2)
+        early = own.run(left_in_worker, 2)
+        for _ in range(EARLY):
+            own.run(use, 2)
+        late = own.run(left_in_worker, 2)
     for (before, opened_before), (after, opened) in zip(early, late, strict=True):
         assert after[:4] == before[:4], Counter(opened) - Counter(opened_before)
         assert after.memory - before.memory <= GROWTH

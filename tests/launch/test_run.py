@@ -635,12 +635,17 @@ def test_a_failure_before_there_is_a_group_is_named_by_the_line_of_its_exception
     )
 
 
-def test_a_backend_that_was_not_registered_comes_with_advice(script):
-    path = script("""
-        import torch.distributed as dist
-        dist.init_process_group("echelon")
-    """)
-    assert run(1, path).err.splitlines()[-1] == (
+@pytest.mark.parametrize(
+    "source",
+    [
+        'raise AssertionError("Unknown backend type echelon")',
+        pytest.param(
+            'import torch.distributed as dist\ndist.init_process_group("echelon")', marks=pytest.mark.slow, id="torch"
+        ),
+    ],
+)
+def test_a_backend_that_was_not_registered_comes_with_advice(script, source):
+    assert run(1, script(source)).err.splitlines()[-1] == (
         "echelon: rank 0 exited with status 1: AssertionError: Unknown backend type echelon: "
         "import echelon.interop.torch_distributed first, which registers it"
     )

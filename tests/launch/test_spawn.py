@@ -58,18 +58,25 @@ def work(group):
     threading.Event().wait()
 
 if __name__ == "__main__":
-    echelon.spawn(work, 2)
+    echelon.spawn(work, int(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_no_process_is_left_when_the_parent_is_interrupted(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "num_ranks"),
+    [
+        (signal.SIGINT, 1),
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_no_process_is_left_when_the_parent_is_interrupted(tmp_path, number, num_ranks):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     with subprocess.Popen(
-        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(path), str(num_ranks)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as parent:
-        pidfds = [os.pidfd_open(int(parent.stdout.readline())) for _ in range(2)]
+        pidfds = [os.pidfd_open(int(parent.stdout.readline())) for _ in range(num_ranks)]
         parent.send_signal(number)
         try:
             assert all(select.select([pidfd], [], [], 10)[0] for pidfd in pidfds)
@@ -118,6 +125,6 @@ def test_a_new_worker_does_not_see_ctrl_c():
 
 def test_processes_of_a_rank_start_as_those_of_its_parent(pool):
     """Each worker of a DataLoader was a new interpreter that imports torch, which took seconds."""
-    method = multiprocessing.get_start_method(allow_none=True)
-    assert pool.run(rank_functions.start_method, 2) == [multiprocessing.get_context().get_start_method()] * 2
+    method = multiprocessing.get_start_method()  # it chooses one if none was
+    assert pool.run(rank_functions.start_method, 2) == [method] * 2
     assert multiprocessing.get_start_method(allow_none=True) == method

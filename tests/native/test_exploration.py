@@ -36,7 +36,7 @@ def test_all_goes_well_in_orders_by_chance(explored, name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if number % 2 else pytest.mark.slow)
+        pytest.param(name, marks=() if number % 4 == 1 else pytest.mark.slow)
         for number, name in enumerate(native_scenarios.ALL)
     ],
 )
@@ -484,7 +484,7 @@ def mutated(text, mutation):
 @pytest.mark.parametrize(
     "mutation",
     [
-        pytest.param(mutation, id=mutation.what, marks=() if number % 4 == 0 else pytest.mark.slow)
+        pytest.param(mutation, id=mutation.what, marks=() if number % 6 == 0 else pytest.mark.slow)
         for number, mutation in enumerate(MUTATIONS)
     ],
 )

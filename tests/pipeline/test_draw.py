@@ -365,7 +365,13 @@ def test_a_run_in_the_unit_of_its_plan_shares_its_scale():
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_microbatches"),
-    [("1f1b", 1, 1), ("zb-h1", 4, 16), ("interleaved-1f1b", 8, 32), ("1f1b", 16, 48), ("1f1b", 32, 64)],
+    [
+        ("1f1b", 1, 1),
+        ("zb-h1", 4, 16),
+        ("interleaved-1f1b", 8, 32),
+        pytest.param("1f1b", 16, 48, marks=pytest.mark.slow),
+        ("1f1b", 32, 64),
+    ],
 )
 def test_text_stays_inside_boxes_and_is_never_small(name, num_ranks, num_microbatches):
     chunks = 2 if name == "interleaved-1f1b" else 1

@@ -11,6 +11,7 @@ import echelon
 from echelon.pipeline import Costs, Pipeline, Schedule, schedules
 from echelon.pipeline.plan.action import Action
 from echelon.pipeline.plan.fuse import exact_stages, is_exact
+from tests.helpers.grids import covering
 from tests.helpers.models import gradients
 from tests.helpers.named_schedules import schedules as schedules_of
 from tests.helpers.named_schedules import sizes_of
@@ -58,9 +59,8 @@ def named(name, num_ranks, num_microbatches):
 
 
 @pytest.mark.parametrize("name", TRAINING)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_gradients_are_those_of_one_process(name, dtype, num_ranks):
+@pytest.mark.parametrize(("num_ranks", "dtype"), covering([1, 2, 4], [torch.float64, torch.float32]))
+def test_gradients_are_those_of_one_process(name, num_ranks, dtype):
     schedule = named(name, num_ranks, 5 if "interleaved" not in name else 8)
     num_samples = 2 * schedule.num_microbatches + 1
     run = echelon.simulate(train, num_ranks, (schedule, dtype, num_samples), timeout=20.0, late_sends=True)

@@ -115,8 +115,8 @@ def test_a_rank_that_hangs_after_the_failure_is_not_waited_for(monkeypatch):
         assert own.run(rank_functions.who, 2) == [(0, 2), (1, 2)]
 
 
-def test_a_job_that_does_not_return_is_given_up_and_its_ranks_are_named():
-    with RankPool() as own:
+def test_a_job_that_does_not_return_is_given_up_and_its_ranks_are_named(new_pool):
+    with new_pool() as own:
         own.run(rank_functions.who, 1)
         with pytest.raises(Timeout, match=r"rank 0 of 1 did not return within 0.3 s"):
             own.run(rank_functions.hang, 1, timeout=0.3)
@@ -127,10 +127,10 @@ def start_a_child(_group, path):
     time.sleep(120)
 
 
-def test_a_rank_that_is_given_up_leaves_no_child(tmp_path):
+def test_a_rank_that_is_given_up_leaves_no_child(new_pool, tmp_path):
     """Workers of a DataLoader that still import torch then never learn of its death."""
     path = tmp_path / "child"
-    with RankPool() as own:
+    with new_pool() as own:
         own.run(rank_functions.who, 1)
         with pytest.raises(Timeout):
             own.run(start_a_child, 1, path, timeout=3.0)
