@@ -323,7 +323,7 @@ def _first_of(name: str) -> int:
 
 
 class SizesOfAttention(NamedTuple):
-    """Sizes of attention. Of sequences that lie one after another, those of the longest one."""
+    """Sizes of attention, with the lengths of the longest sequence if several lie one after another."""
 
     batch: int
     heads: int

@@ -343,7 +343,7 @@ class Steps:
 
 
 def _flops_of_backward(entries: Sequence[Entry]) -> int:
-    """Returns the FLOPs of the backwards of a step. Its forwards may be those of an evaluation, too."""
+    """Returns the FLOPs of the backwards of a step. Forwards do not count: an evaluation has some, too."""
     return sum(each.flops for each in entries if type(each) is Kernel and each.phase == "backward")
 
 
