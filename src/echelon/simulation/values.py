@@ -78,7 +78,7 @@ def of_one_class(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def without_class(tensor: Tensor) -> Tensor:
-    """Returns a tensor of torch's own class: what another rank gets of a tensor whose class is the program's."""
+    """Returns a tensor of torch's own class, as another rank receives it."""
     return tensor if type(tensor) is Tensor or isinstance(tensor, FakeTensor) else tensor.as_subclass(Tensor)
 
 

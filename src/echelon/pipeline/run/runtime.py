@@ -103,7 +103,7 @@ def _place(current: object) -> str:
 
 
 def _reason(error: BaseException, place: str) -> str:
-    """Returns type, place and message of an error, with its innermost line and those of the program that fit."""
+    """Returns type, place and message of an error, its innermost line, and as many lines of the program as fit."""
     text = f"{type(error).__name__}{place}: {error}"
     # From the innermost frame outwards. Ten lines of torch and of the pipeline would hide the one of the program.
     innermost, *outer = reversed(traceback.extract_tb(error.__traceback__))
