@@ -452,8 +452,9 @@ def test_a_mistake_in_the_source_is_told_once(simulate, write):
     assert ended.status == 1
     line = write("print('x'") + ":1: SyntaxError: '(' was never closed: print('x'"
     assert ended.err == f"echelon: {line}\n"
-    assert simulate("-n", 1, write("x = 1\0")).err == (
-        "echelon: SyntaxError: source code string cannot contain null bytes\n"
+    path = write("x = 1\0")
+    assert simulate("-n", 1, path).err == (
+        f"echelon: {path}: SyntaxError: source code string cannot contain null bytes\n"
     )
 
 

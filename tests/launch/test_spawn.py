@@ -25,9 +25,19 @@ def test_results_come_back_in_the_order_of_ranks():
     assert all(torch.equal(result, torch.full((3,), 6.0)) for result in results)
 
 
+async def waits(group):
+    return group.rank
+
+
+def yields(group):
+    yield group.rank
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ((waits, 2), LaunchError, "fn=waits is an async function: give one that calls asyncio.run(waits(...))"),
+        ((yields, 2), LaunchError, "fn=yields is a generator, because it has a yield: give a function that returns"),
         ((rank_functions.who, 0), InvalidWorldSize, "world_size=0: a world has at least 1 rank"),
         ((rank_functions.who, "2"), InvalidWorldSize, "world_size='2': a world has at least 1 rank"),
         ((lambda _: 0, 2), LaunchError, "<lambda> cannot be found by name in another process: def it"),

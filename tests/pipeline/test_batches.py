@@ -313,6 +313,8 @@ def misfit(group):
     wrong = {name: value + 1 for name, value in saved.items()} | {f"{group.rank}.0.bias": torch.zeros(3)}
     with pytest.raises(echelon.SizeMismatch, match=rf"shape of {group.rank}\.0\.bias: expected \[6\], got \[3\]"):
         pipe.load_state_dict(wrong)
+    with pytest.raises(echelon.InvalidArgument, match=r"state_dict is 3 \(int\): give a dict"):
+        pipe.load_state_dict(3)
     return all(torch.equal(value, saved[name]) for name, value in pipe.state_dict().items())
 
 

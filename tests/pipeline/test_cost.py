@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import numpy
 import pytest
 
 from echelon.errors import ScheduleError
@@ -72,3 +73,9 @@ def test_costs_for_another_number_of_stages():
 def test_a_transfer_without_bandwidth():
     with pytest.raises(ScheduleError, match="bandwidth is 0"):
         transfer_time(1, 1, 0)
+
+
+def test_numbers_of_numpy_are_costs_without_a_warning():
+    assert Costs(forward=numpy.float32(1.5)).forward == 1.5
+    with pytest.raises(ScheduleError, match="forward=inf cannot be a cost"):
+        Costs(forward=numpy.float32("inf"))

@@ -251,6 +251,8 @@ def test_an_exception_reaches_every_rank_with_the_line_it_comes_from(pool):
                 r"in receive from rank 1, the \w+ of microbatch \d for stage \d at \S+\.py:\d+\)$", message
             )
             assert 'in forward: raise RuntimeError("the fuse has blown")' in message
+            assert "site-packages" not in message  # lines of torch and of the pipeline lead to no fault of the program
+            assert "interpreter.py" not in message
 
 
 def not_finite(group):

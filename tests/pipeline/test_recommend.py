@@ -199,3 +199,7 @@ def test_memory_in_microbatches():
     assert held_microbatches(schedule, costs, schedule.simulate(costs)) == (5.5, 4.5, 3.5, 2.5)
     nothing = Costs(activation=0)
     assert held_microbatches(schedule, nothing, schedule.simulate(nothing)) == (0, 0, 0, 0)
+
+
+def test_costs_are_those_by_default():
+    assert table(recommend(None, 2, 2)) == table(recommend(Costs(), 2, 2))

@@ -53,6 +53,8 @@ def fail_with(group, case):
         model = make_model(2).to("meta")
     elif case == "wrong names":
         kwargs = {"at": ["nine"]}
+    elif case == "no names":
+        kwargs = {"at": 1}
     elif case == "other ranks":
         schedule, count = schedules.build("1f1b", num_ranks=3, num_microbatches=2), None
     elif case == "few samples":
@@ -92,6 +94,7 @@ def told(model, group, schedule, count, samples, kwargs):
         ("no function", "UnsupportedOp", "metrics is 3 (int)"),
         ("no such reduction", "UnsupportedOp", 'use "mean" or "sum"'),
         ("wrong names", "PartitionError", "nine"),
+        ("no names", "PartitionError", "at=1: give a list of names of layers"),
         ("other ranks", "ScheduleError", "for 3 ranks, the group has 2"),
         ("disagree", "CollectiveMismatch", "pass the same arguments"),
     ],

@@ -6,6 +6,7 @@ import csv
 from fractions import Fraction
 from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,3 +235,7 @@ def test_every_name_competes():
 
 def test_an_infinite_limit_is_no_limit():
     assert search(Costs(), 2, 4, float("inf")) == search(Costs(), 2, 4)
+
+
+def test_costs_are_those_by_default_and_a_limit_may_be_a_number_of_numpy():
+    assert str(search(None, 2, 2, numpy.float32(2))) == str(search(Costs(), 2, 2, 2))

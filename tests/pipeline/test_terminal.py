@@ -157,3 +157,8 @@ def test_ranks_without_room_for_strips_have_none():
     in_bytes = replace(simulated("1f1b", 33, 3, activation=2048), memory_unit="B")
     assert "\n6 KiB" not in str(in_bytes)
     assert "rank 32" in str(in_bytes)
+
+
+def test_the_first_ranks_alone_are_laid_out():
+    timeline = simulated("1f1b", 4, 3)
+    assert boxes_of(timeline, 2).rows == boxes_of(timeline).rows[:2]

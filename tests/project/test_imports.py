@@ -11,7 +11,8 @@ ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
     (
-        *("arguments", "call_site", "cores", "errors", "hashing", "hint", "long_work", "operation_records", "purposes"),
+        *("arguments", "call_site", "cores", "errors", "garbage", "hashing", "hint", "long_work", "operation_records"),
+        "purposes",
         "replacements",
         *("wording", "_names_of_others", "_native", "_torch_private", "_torch_versions", "timeline"),
     ),

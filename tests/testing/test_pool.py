@@ -142,7 +142,7 @@ def test_a_rank_that_is_given_up_leaves_no_child(new_pool, tmp_path):
 def test_what_cannot_be_pickled_is_described(pool):
     with pytest.raises(PeerFailed, match="rank 0 failed: it raised Unpicklable: one and two"):
         pool.run(rank_functions.raise_unpicklable, 1)
-    with pytest.raises(TypeError, match="cannot pickle"):
+    with pytest.raises(LaunchError, match=r"result of this rank, .*, cannot be sent .* \(cannot pickle .*\): return "):
         pool.run(rank_functions.return_unpicklable, 1)
 
 

@@ -15,15 +15,14 @@ from echelon.cli.output import rich_console, to_json, working, write, write_file
 from echelon.cli.plan_report import as_values, in_words, print_comparison, print_plan, values_compared, values_searched
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
 from echelon.errors import ScheduleError
+from echelon.garbage import collection_paused
 from echelon.pipeline import schedules
 from echelon.pipeline.plan.cost import Costs, amount_names
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option, held_microbatches, recommend, search_chunks
+from echelon.pipeline.schedules.registry import MOST_FORWARDS
 from echelon.timeline.timeline import Time
 from echelon.wording import counted
-
-# More forwards take longer than anybody waits.
-_MOST_FORWARDS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -157,10 +156,10 @@ class PlanOptions:
             raise ScheduleError(_unknown(self.schedule))
         num_ranks, num_microbatches = self.sizes
         product = num_ranks * num_microbatches * (self.chunks or 1)
-        if product > _MOST_FORWARDS:
+        if product > MOST_FORWARDS:
             raise ScheduleError(
                 f"-r {num_ranks} -m {num_microbatches} are {product} forwards, too many to look at: give "
-                f"numbers whose product is at most {_MOST_FORWARDS}"
+                f"numbers whose product is at most {MOST_FORWARDS}"
             )
 
     def _refuse(self, reason: str, *names: str) -> None:
@@ -170,6 +169,7 @@ class PlanOptions:
                 raise ScheduleError(f"{option} {getattr(self, name)}: {reason}")
 
 
+@collection_paused()
 def plan(options: PlanOptions) -> None:
     """Checks, times and draws a pipeline schedule. For a collective: echelon plan all-reduce --help.
 

@@ -73,12 +73,12 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, values:
     sizes = ", ".join(starmap(counted, counts))
     in_color = _has_colors(console)
     with working("drawing"):
-        layout = boxes_of(timeline)
+        layout = boxes_of(timeline, _MOST_RANKS)
         picture = lines(layout, console.width, in_color)
         about = summary(timeline)
     write(console, f"{schedule.name}: {sizes}", style="bold")
     write(console, about + "\n")
-    for line in picture[:_MOST_RANKS]:
+    for line in picture:
         write(console, _text(line))
     write(console, _legend(layout, picture, console.width, in_color))
     write(console)

@@ -62,13 +62,19 @@ def rank_call(function: object, args: object) -> RankCall:
         args: its arguments, without the group.
 
     Raises:
-        LaunchError: `function` is not callable or is a model, `args` is no sequence, neither call fits, or the first
-            parameter is named `rank` or `local_rank`.
+        LaunchError: `function` is not callable, or is a model, a generator or an async function; `args` is no sequence;
+            neither call fits; or the first parameter is named `rank` or `local_rank`.
     """
     if not callable(function):
         raise LaunchError(f"fn={function!r}: give the function that each rank runs, as fn(group, *args) or fn(*args)")
     if isinstance(function, nn.Module) or (isinstance(function, type) and issubclass(function, nn.Module)):
         raise LaunchError(f"fn is {named(function)}: give the function that each rank runs, which makes the model")
+    # A call of either would run nothing, on all ranks without an error.
+    name = getattr(function, "__name__", type(function).__name__)
+    if inspect.iscoroutinefunction(function):
+        raise LaunchError(f"fn={name} is an async function: give one that calls asyncio.run({name}(...))")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise LaunchError(f"fn={name} is a generator, because it has a yield: give a function that returns its result")
     check_no_keywords("args", args)
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise LaunchError(f"args={args!r}: give a tuple of the arguments that come after the group, such as (x,)")

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from echelon.arguments import named
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
@@ -280,12 +281,22 @@ def _run(job: Job) -> Outcome:
         backend = carry(tcp, job.backend, CONNECT_TIMEOUT)
         with ProcessGroup(backend, table=table) as group, provide(group):
             result = call.run(group)
-        return Outcome(dumps(result))
+        return Outcome(_sent(result))
     except SystemExit as error:
         return Outcome(None, report.describe(job.rank, error)) if fails(error) else Outcome(pickle.dumps(None))
     except BaseException as error:
         cause = unwrapped(error)
         return Outcome(None, report.describe(job.rank, cause), _pickled(cause))
+
+
+def _sent(result: object) -> bytes:
+    try:
+        return dumps(result)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise LaunchError(
+            f"the result of this rank, {named(result)}, cannot be sent to the parent ({error}): return tensors, "
+            "numbers, text, and lists and dicts of them"
+        ) from None
 
 
 def _pickled(error: BaseException) -> bytes | None:

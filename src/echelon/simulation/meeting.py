@@ -29,7 +29,7 @@ from echelon.simulation.network import Traffic
 from echelon.simulation.playback import Framing, Times, Waves
 from echelon.simulation.prices import FRAMING, Prices, sizes_of
 from echelon.simulation.scheduler import Clock
-from echelon.simulation.values import Calls, Take, result_of, snapshot
+from echelon.simulation.values import Calls, Take, of_one_class, result_of, snapshot
 
 TO_ROOT = frozenset({"reduce", "gather"})
 """Collectives in which the other ranks need not wait for the root, except in torch.distributed programs."""
@@ -167,7 +167,7 @@ class Meeting:
         plan = self._plan if self._group.follows_plans else None
         return Calls(
             self._collectives(),
-            [None if part is None else part.tensor for part in self._parts],
+            of_one_class([None if part is None else part.tensor for part in self._parts]),
             [None if part is None else part.out for part in self._parts],
             plan,
         )

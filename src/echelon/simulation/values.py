@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from echelon._torch_private.tensors import FakeTensor
 from echelon.backends.collective import Collective, can_hold, result_buffer
 from echelon.backends.memory import as_bytes, new_tensor, plain
 from echelon.backends.modes import normal_mode, overwrite
@@ -67,6 +68,20 @@ def snapshot(tensor: Tensor) -> Tensor:
         return values.clone() if values.data_ptr() == tensor.data_ptr() else values
 
 
+def of_one_class(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Returns tensors that torch can combine: all as they are, or all as torch.Tensor if their classes are several.
+
+    A class that a script defines is another one on each simulated rank. On processes no rank has a peer's class either.
+    """
+    kinds = {type(tensor) for tensor in tensors if tensor is not None} - {Tensor, torch.nn.Parameter}
+    return tensors if len(kinds) < 2 else [None if tensor is None else without_class(tensor) for tensor in tensors]
+
+
+def without_class(tensor: Tensor) -> Tensor:
+    """Returns a tensor of torch's own class, as another rank receives it."""
+    return tensor if type(tensor) is Tensor or isinstance(tensor, FakeTensor) else tensor.as_subclass(Tensor)
+
+
 def result_of(calls: Calls) -> Take:
     """Computes the values of a collective. Returns the function that gives each rank its result."""
     return _RESULTS[calls.any.kind](calls)
@@ -100,18 +115,18 @@ def _reduce_scatter(calls: Calls) -> Take:
 
 
 def _broadcast(calls: Calls) -> Take:
-    root, values = calls.any.root, calls.of_root
+    root, values = calls.any.root, without_class(calls.of_root)
     return lambda rank, tensor, *_: tensor if rank == root else _kept(tensor, values)
 
 
 def _broadcast_rows(calls: Calls) -> Take:
     values = calls.of_root
-    return lambda *_: values.clone()
+    return lambda *_: without_class(values.clone())
 
 
 def _scatter(calls: Calls) -> Take:
     parts = calls.of_root.tensor_split(calls.num_ranks)
-    return lambda rank, *_: parts[rank].clone()
+    return lambda rank, *_: without_class(parts[rank].clone())
 
 
 def _all_gather(calls: Calls) -> Take:
@@ -238,7 +253,7 @@ class Inputs:
     def total(self, collective: Collective) -> Tensor:
         """Returns the values of all ranks, combined in rank order. All have given theirs."""
         if self._total is None:
-            tensors = [tensor for tensor in self._tensors if tensor is not None]
+            tensors = [tensor for tensor in of_one_class(self._tensors) if tensor is not None]
             assert len(tensors) == len(self._tensors), "a rank that ends a reduction has heard of all others"
             self._total = in_rank_order(collective, tensors)
             self._tensors.clear()

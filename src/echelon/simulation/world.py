@@ -34,7 +34,7 @@ from echelon.simulation.prices import Prices
 from echelon.simulation.process.state import RankStates
 from echelon.simulation.record import Event, Recorder
 from echelon.simulation.scheduler import Scheduler, Task
-from echelon.simulation.values import Inputs
+from echelon.simulation.values import Inputs, without_class
 
 
 def is_plain(tag: Tag) -> bool:
@@ -261,9 +261,9 @@ class World:
         # In normal mode: torch refuses to change a tensor of inference mode outside of it, where the receiver may be.
         if not self.memory_meters:
             with normal_mode():
-                return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
+                return without_class(tensor.detach().clone() if tensor.requires_grad else tensor.clone())
         with self.uncounted_memory(src), normal_mode():
-            return tensor.detach().clone()
+            return without_class(tensor.detach().clone())
 
     def arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
         """Delivers a message to the mailbox of its receiver."""

@@ -103,12 +103,12 @@ class TimelineLayout:
         return tuple(tone for tone in NAMES if tone in found)
 
 
-def boxes_of(timeline: Timeline) -> TimelineLayout:
-    """Lays out a timeline."""
+def boxes_of(timeline: Timeline, most_ranks: int | None = None) -> TimelineLayout:
+    """Lays out a timeline, or its first ranks alone. Boxes of thousands of ranks take minutes."""
     rows: list[Row] = []
     most_chunks = 0
     memory = timeline.memory if len(timeline.memory) == timeline.num_ranks else [()] * timeline.num_ranks
-    for rank, spans in enumerate(timeline.spans):
+    for rank, spans in enumerate(timeline.spans[:most_ranks]):
         chunks = _chunks(spans)
         most_chunks = max(most_chunks, len(chunks))
         rows.append(

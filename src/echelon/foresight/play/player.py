@@ -18,7 +18,6 @@ one copy after another in the order in which streams get to them.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from echelon.foresight.play.played import CommunicationSpan, CopySpan, Played, P
 from echelon.foresight.play.processors import play_on_processors
 from echelon.foresight.play.program import Await, HostAwait, HostRun, Mark, Post, Program, Run, Transfer
 from echelon.foresight.trace import DEFAULT_STREAM, Message, Trace
+from echelon.garbage import collection_paused
 
 
 def play(
@@ -53,15 +53,9 @@ def play(
     Raises:
         DeadlockError: ranks wait for each other for ever. It names them with their lines.
     """
-    was_enabled = gc.isenabled()
-    # Many small objects and hardly any garbage: to look for it would take half of the time.
-    gc.disable()
-    try:
+    with collection_paused():  # it would take half of the time
         job = Job(traces, classes, device, cluster)
         return play_on_processors(job) if device.is_synchronous else _Player(job).run()
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 _Task: TypeAlias = tuple[Run | Mark | Await | Post | Transfer, float, int]

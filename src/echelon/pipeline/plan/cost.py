@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from numbers import Rational
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from echelon.arguments import is_number, named, refuse_others
@@ -195,7 +196,8 @@ def check_costs(costs: object) -> Costs:
 def _validate(name: str, value: object) -> None:
     if not is_number(value):
         raise ScheduleError(f"{name}={value!r} is not a number: give an int, a float, a Fraction, or one per stage")
-    if value < 0 or not value < _MOST:  # also refuses nan
+    # Also refuses nan. As Python's own float: NumPy warns of a limit that its floats do not hold.
+    if value < 0 or not (value if isinstance(value, Rational) else float(value)) < _MOST:
         shown = f"{value}" if len(f"{value}") < 40 else f"{value}"[:36] + "..."
         raise ScheduleError(f"{name}={shown} cannot be a cost: give a number from 0 to 1e100")
 

@@ -133,6 +133,8 @@ def choose_schedule(
     """
     if isinstance(at, str):
         raise PartitionError(f"at={at!r}: give a list of names of layers, as at=[{at!r}]")
+    if at is not None and not isinstance(at, Sequence):
+        raise PartitionError(f"at={at!r}: give a list of names of layers, such as at=['h.4', 'h.8']")
     if isinstance(schedule, Schedule):
         if schedule.num_ranks != num_ranks:
             raise ScheduleError(

@@ -454,6 +454,7 @@ class Pipeline:
         same objects.
 
         Raises:
+            InvalidArgument: `state_dict` is no dict.
             KeyError: an entry of this rank's stages is missing.
             SizeMismatch: an entry has another shape than its parameter; nothing was loaded.
         """

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from echelon.call_site import is_foreign
 from echelon.errors import (
     Closed,
     CollectiveMismatch,
@@ -112,10 +113,11 @@ def _place(current: object) -> str:
 
 
 def _reason(error: BaseException, place: str) -> str:
-    """Returns type, place and message of an error, with the innermost lines of its traceback that fit."""
+    """Returns type, place and message of an error, its innermost line, and as many lines of the program as fit."""
     text = f"{type(error).__name__}{place}: {error}"
-    # From the innermost frame outwards, since the outer ones are the pipeline's own.
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    # From the innermost frame outwards. Ten lines of torch and of the pipeline would hide the one of the program.
+    innermost, *outer = reversed(traceback.extract_tb(error.__traceback__))
+    for frame in [innermost, *(frame for frame in outer if not is_foreign(frame.filename))]:
         line = f"\n  from {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
         if len((text + line).encode()) > _MOST_BYTES:
             break

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon._torch_private.tensors import version_of
-from echelon.arguments import shown
+from echelon.arguments import named, shown
 from echelon.backends.admission import check_values, stands_for_device
 from echelon.data_parallel.broadcast import broadcast_tensors
 from echelon.data_parallel.reducer import GradientReducer
@@ -246,9 +246,12 @@ class Weights:
         """Loads this rank's part of a state dict of the unsplit model. Ignores the entries of other stages.
 
         Raises:
+            InvalidArgument: `state_dict` is no dict.
             KeyError: an entry of this rank's stages is missing.
             SizeMismatch: an entry has another shape than its parameter; nothing was loaded.
         """
+        if not isinstance(state_dict, Mapping):
+            raise InvalidArgument(f"state_dict is {named(state_dict)}: give a dict of tensors by name")
         # All names and shapes are checked before the first tensor changes, so a refused state dict leaves no mixture.
         found = {name: self._find(name, state_dict) for name in self.state_dict()}
         missing = sorted(name for name, value in found.items() if value is None)
@@ -281,7 +284,7 @@ class Weights:
             raise InvalidArgument(f"max_norm={shown(max_norm)}: give a number of at least 0, such as 1.0")
         if not isinstance(norm_type, Real | str):
             raise InvalidArgument(f"norm_type={shown(norm_type)}: give a number above 0, or inf")
-        norm = self._norm(float(norm_type))
+        max_norm, norm = float(max_norm), self._norm(float(norm_type))
         if self._clipped_alone is not None:
             self._clipped_alone.end()
         if error_if_nonfinite and not norm.isfinite():

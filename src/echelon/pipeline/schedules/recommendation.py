@@ -125,7 +125,7 @@ def recommend(
         ScheduleError: sizes that no schedule has, costs that are not for an equal number of stages per rank, or costs
             in different units.
     """
-    check_costs(costs)
+    costs = check_costs(costs)
     if not isinstance(fused, Costs | None):
         raise InvalidArgument(f"fused is {named(fused)}: give Costs(...) as 1f1b has measured them, or None for costs")
     fused = costs if fused is None else fused

@@ -16,6 +16,9 @@ from echelon.pipeline.schedules.one_f_one_b import interleaved_1f1b, one_f_one_b
 from echelon.pipeline.schedules.v_shaped import v_half, v_min
 from echelon.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
+MOST_FORWARDS = 4_000_000
+"""Most forwards of a schedule. More take minutes and tens of GB, and are a slip."""
+
 
 class _Fixed(NamedTuple):
     """Schedule with a fixed number of chunks, made from num_ranks and num_microbatches."""
@@ -93,6 +96,11 @@ def build(
     _require_positive(name, "num_ranks", num_ranks)
     _require_positive(name, "num_microbatches", num_microbatches)
     _require_positive(name, "num_chunks", 1 if num_chunks is None else num_chunks)
+    if (product := num_ranks * num_microbatches * (num_chunks or 1)) > MOST_FORWARDS:
+        raise ScheduleError(
+            f"num_ranks={num_ranks} and num_microbatches={num_microbatches} are {product} forwards, too many for one "
+            f"schedule: give numbers whose product is at most {MOST_FORWARDS}"
+        )
     known = _SCHEDULES[name]
     # An argument that a schedule has no use for is refused: ignoring it would give another schedule than asked for.
     if group_size is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from numbers import Real
+from numbers import Rational, Real
 from typing import NamedTuple
 
 from echelon.arguments import is_count, refuse_others
@@ -54,11 +54,13 @@ def search(
         InvalidArgument: `costs` is no Costs.
         ScheduleError: impossible sizes or limit, or costs for another number of stages.
     """
-    check_costs(costs)
+    costs = check_costs(costs)
     # Limits become whole numbers, and infinity has none.
     if memory_limit == float("inf"):
         memory_limit = None
     _validate(num_ranks, num_microbatches, 1 if num_chunks is None else num_chunks, memory_limit)
+    if memory_limit is not None and not isinstance(memory_limit, Rational):
+        memory_limit = float(memory_limit)  # one of NumPy becomes no Fraction
     chunks = _chunks(costs, num_ranks) if num_chunks is None else num_chunks
     # Named schedules compete, so the result is never worse than one of them. Their skeletons are starts of the search
     # even if they do not fit the limit: W's are placed anew, and the limit decides where.

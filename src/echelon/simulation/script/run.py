@@ -90,8 +90,9 @@ def failure_of(error: BaseException, script: Script) -> Failure:
         where = "" if described.where in str(cause) else where
         return Failure(1, rank, shortened(f"rank {rank} raised {name}: {cause}") + where, error_type=name)
     if isinstance(cause, SyntaxError) and not described.where:  # the script's own: the same on all ranks
-        # Without a file if it holds null characters.
-        place = f"{cause.filename}:{cause.lineno}: " if cause.filename else ""
+        # Without a line if the file holds null characters.
+        line = f":{cause.lineno}" if cause.lineno else ""
+        place = f"{cause.filename}{line}: " if cause.filename else ""
         line = f": {cause.text.strip()}" if cause.text else ""
         return Failure(1, None, shortened(f"{place}{name}: {cause.msg}{line}"), error_type=name)
     hint = described.hint and f": {described.hint}"

@@ -117,7 +117,11 @@ class Script(ProgramWithStates):
         loader = CodeOnce("__main__", path, self._modules.codes)
         if path not in self._modules.codes:
             # Compiled here: the loader would write the result into a cache, which Python does for no script.
-            self._modules.codes[path] = loader.source_to_code(loader.get_data(path), path)
+            try:
+                self._modules.codes[path] = loader.source_to_code(loader.get_data(path), path)
+            except SyntaxError as error:
+                error.filename = error.filename or path  # Python names none for a file with null characters
+                raise
         _execute(self._modules.codes[path], path, loader, spec=None)
 
 
