@@ -38,9 +38,10 @@ def share_out_backends(items):
     """
     functions = defaultdict(lambda: defaultdict(list))
     for item in items:
-        values = item.callspec.indices if hasattr(item, "callspec") else {}
+        values = item.callspec.params if hasattr(item, "callspec") else {}
         if "run" in values and item.path.parent.name in ABOVE_GROUPS and item.get_closest_marker("slow") is None:
-            row = tuple(sorted((name, index) for name, index in values.items() if name != "run"))
+            # By identity: values of a grid need be neither equal nor hashable.
+            row = tuple(sorted((name, id(value)) for name, value in values.items() if name != "run"))
             functions[item.path, item.originalname][row].append(item)
     for rows in functions.values():
         for number, of_row in enumerate(rows.values()):
