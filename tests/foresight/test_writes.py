@@ -244,9 +244,9 @@ def profiled(folder):
     torch.profiler.profile().export_chrome_trace(str(folder / "new.json"))
 
 
-def scripted():
+def scripted(code=None):
     with warnings.catch_warnings(action="ignore"):
-        return torch.jit.script(torch.nn.Linear(2, 2))
+        return torch.jit.script(torch.nn.Linear(2, 2) if code is None else code)
 
 
 WAYS = {
@@ -287,7 +287,7 @@ WAYS = {
     ),
     "a script": lambda folder: torch.jit.save(scripted(), folder / "new"),
     "a script by its method": lambda folder: scripted().save(folder / "new"),
-    "a scripted function by its method": lambda folder: torch.jit.script(doubled).save(str(folder / "new")),
+    "a scripted function by its method": lambda folder: scripted(doubled).save(str(folder / "new")),
     "a profile": profiled,
     "arrays in safetensors": lambda folder: save_arrays({"x": np.ones(2)}, folder / "a.txt"),
 }
