@@ -78,6 +78,16 @@ def test_attention_reaches_its_share_on_long_sequences():
     )
 
 
+def test_a_type_with_slower_products_lengthens_the_products_of_attention_alone():
+    device = replace(PLAIN, peak={"float32": 100.0, "bfloat16": 1000.0})
+    long, short = (
+        attention_seconds(device, "float32", 1e6, keys, keys, 128)
+        - attention_seconds(device, "bfloat16", 1e6, keys, keys, 128)
+        for keys in (1 << 20, 64)
+    )
+    assert long == pytest.approx(short)
+
+
 def test_few_queries_of_attention_take_as_long_as_one_block_of_them():
     block, half = (attention_seconds(PLAIN, "bfloat16", rows * 1e6, rows, 4096, 128) for rows in (ROWS, ROWS // 2))
     assert block == pytest.approx(half)

@@ -245,7 +245,7 @@ def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: in
 
 
 HALF_LENGTH = 600
-"""Length of a sequence at which attention reaches half of its throughput on long ones.
+"""Length of a sequence at which attention in bfloat16 reaches half of its throughput on long ones.
 
 From FlashAttention-2 (Dao, 2023, figure 4: A100, causal, head dimension 128, forward and backward), which reports
 87, 115, 143, 163, 179 and 189 TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k tokens.
@@ -263,7 +263,9 @@ def attention_seconds(device: Device, dtype: str, flops: float, queries: int, ke
     """Returns the time of fused attention. `flops` leaves masked parts out."""
     if min(queries, keys) < 1:
         return device.kernel_seconds
-    share = device.attention_share * keys / (keys + HALF_LENGTH) * min(1.0, queries / ROWS)
+    # The rest of the time, such as that of the softmax, does not depend on the type of the products.
+    half = HALF_LENGTH * (device.peak_of(dtype) / device.peak_of("bfloat16"))
+    share = device.attention_share * keys / (keys + half) * min(1.0, queries / ROWS)
     if head_dim <= 64:
         share *= SMALL_HEAD
     return max(flops / (device.peak_of(dtype) * share), device.kernel_seconds)
