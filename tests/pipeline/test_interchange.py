@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from operator import eq
 from types import SimpleNamespace
 
@@ -210,8 +211,8 @@ def test_a_file_takes_its_schedules_name(tmp_path):
     ("text", "message"),
     [
         ("0F0,0B0\n1F0,oops", "rank 1, cell 1: 'oops' is not an action"),
-        ("", "the text holds no action"),
-        (",,\n,", "the text holds no action"),
+        ("", "there is no action"),
+        (",,\n,", "there is no action"),
         ("0F0,2F0", "no rank runs stage 1 of 3: number the stages from 0 without gaps"),
     ],
 )
@@ -228,3 +229,10 @@ def test_forward_only_is_seen():
 def test_a_microbatch_number_beyond_the_actions_is_refused_before_anything_is_allocated():
     with pytest.raises(ScheduleError, match="microbatch 99999999999 among 1 actions"):
         Schedule.from_text("0F99999999999")
+
+
+def test_an_error_of_a_file_names_it(tmp_path):
+    path = tmp_path / "empty.csv"
+    path.touch()
+    with pytest.raises(ScheduleError, match=re.escape(f"{path}: there is no action: write")):
+        Schedule.from_csv(path)

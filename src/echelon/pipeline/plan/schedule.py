@@ -214,7 +214,10 @@ class Schedule:
         """
         with reading(path), open(path, encoding="utf-8", newline="") as file:
             text = file.read()
-        return cls.from_text(text, num_microbatches, name=os.path.splitext(os.path.basename(path))[0])
+        try:
+            return cls.from_text(text, num_microbatches, name=os.path.splitext(os.path.basename(path))[0])
+        except ScheduleError as error:
+            raise ScheduleError(f"{os.fspath(path)}: {error}") from None
 
     @classmethod
     def from_text(cls, text: str, num_microbatches: int | None = None, name: str = "text") -> Schedule:
@@ -298,7 +301,7 @@ def _read(text: str) -> _Found:
                 kinds.add(kind)
                 last_microbatch = max(last_microbatch, microbatch)
     if not ranks_of:
-        raise ScheduleError('the text holds no action: write a line per rank with cells such as "2F0"')
+        raise ScheduleError('there is no action: write a line per rank with cells such as "2F0"')
     for stage in range(max(ranks_of)):
         if stage not in ranks_of:
             raise ScheduleError(
