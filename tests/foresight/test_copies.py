@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from echelon import foresee
 from echelon.foresight.play.devices import DEVICES
@@ -113,6 +113,24 @@ def test_a_table_on_the_host_sends_the_sums_of_its_bags():
     assert copies(trace, to_gpu=True) == copies(trace, to_gpu=False) == [32 * 64 * 4]
     on_host = {each.name for each in trace.entries if isinstance(each, HostKernel)}
     assert {"_embedding_bag", "_embedding_bag_backward"} <= on_host
+
+
+def test_offsets_of_bags_are_where_the_table_is():
+    def bags(offsets):
+        table = nn.EmbeddingBag(100, 64, mode="sum").cuda()
+        table(torch.randint(100, (32,)).cuda(), offsets).sum().backward()
+
+    with pytest.raises(RuntimeError, match="_embedding_bag takes a tensor of the CPU, made at"):
+        record(lambda: bags(torch.tensor([0, 10])), 1)
+    record(lambda: bags(torch.tensor([0, 10]).cuda()), 1)
+
+
+def test_bags_of_indices_of_an_unknown_device():
+    def program():
+        indices = default_collate([3, 4, 5, 6])
+        nn.EmbeddingBag(100, 64, mode="sum")(indices, torch.tensor([0, 2])).sum().backward()
+
+    record(program, 1)
 
 
 def waits_after_copies(trace):

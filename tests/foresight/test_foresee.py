@@ -193,7 +193,7 @@ def test_hosts_of_other_sizes_have_as_many_gpus_as_ranks():
 def test_a_gpu_that_a_host_has_not_is_refused(choose):
     assert not assumed(4, ("nccl", choose))
     with pytest.raises(RuntimeError, match=r"cuda:2 is no GPU: its host has 2 GPUs, from cuda:0 on; .*LOCAL_RANK"):
-        echelon.foresee(adds, 4, ("nccl", choose), hosts=2)
+        echelon.foresee(adds, 8, ("nccl", choose), hosts=2)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def mesh_after_gpu():
 
 
 def reversed_numbers():
-    return f"cuda:{1 - dist.get_rank() % 2}"
+    return f"cuda:{3 - dist.get_rank() % 4}"
 
 
 def replicated_by_number():
@@ -252,9 +252,9 @@ def replicated_by_number():
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", None])
 @pytest.mark.parametrize("choose", [unnumbered, number_zero])
 def test_ranks_of_a_host_that_share_a_gpu_are_an_error_with_the_line(choose, backend):
-    text = r"use cuda:0, those of LOCAL_RANK 0 and 1 at .*test_foresee\.py:\d+, .*set_device\(LOCAL_RANK\)"
+    text = r"use cuda:0, those of LOCAL_RANK 0 and [1-3] at .*test_foresee\.py:\d+, .*set_device\(LOCAL_RANK\)"
     with pytest.raises(RuntimeError, match=text):
-        echelon.foresee(adds, 4, (backend, choose), hosts=2)
+        echelon.foresee(adds, 8, (backend, choose), hosts=2)
 
 
 RIGHT = [set_by_rank_of_host, alone_in_sight, of_group, in_mesh_of_gpus, mesh_after_gpu, reversed_numbers]
@@ -267,8 +267,8 @@ def test_ranks_with_gpus_of_their_own_share_none(choose):
 
 @pytest.mark.parametrize("choose", [unnumbered, number_zero])
 def test_ranks_may_share_a_gpu_without_nccl_or_alone_on_their_host(choose):
-    assert echelon.foresee(adds, 4, ("gloo", choose), hosts=2).problems == []
-    assert echelon.foresee(adds, 2, ("nccl", choose), hosts=2).problems == []
+    assert echelon.foresee(adds, 8, ("gloo", choose), hosts=2).problems == []
+    assert echelon.foresee(adds, 4, ("nccl", choose), hosts=4).problems == []
 
 
 @pytest.mark.parametrize(

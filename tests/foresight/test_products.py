@@ -119,12 +119,17 @@ def test_operators_of_the_program_are_named_unless_their_flops_are_registered():
     def squared(x: torch.Tensor) -> torch.Tensor:
         return x @ x
 
+    def program():
+        return squared(doubled(torch.empty(64, 64, device="cuda")))
+
     for each in (doubled, squared):
         each.register_fake(torch.empty_like)
+    seen = foresee(program, 1, gpu="h100")
+    assert sum("bytes" in each for each in seen.assumptions) == 2
     # Not by the decorator, which keeps the formula for later tests.
     formula = {torch.ops.foreseen.squared: lambda x, **_: 2 * x.shape[0] ** 3}
     with unittest.mock.patch.dict(flop_registry, formula):
-        seen = foresee(lambda: squared(doubled(torch.empty(64, 64, device="cuda"))), 1, gpu="h100")
+        seen = foresee(program, 1, gpu="h100")
     (found,) = (each for each in seen.assumptions if "bytes" in each)
     assert found.startswith("foreseen::doubled takes the time of its bytes alone")
     assert [each.flops for each in kernels(seen) if each.name in ("doubled", "squared")] == [0, 2 * 64**3]

@@ -1,5 +1,6 @@
 """Each spawn starts processes that import torch, so there are few; what a job does is tested on the pool."""
 
+import functools
 import multiprocessing
 import os
 import select
@@ -33,9 +34,16 @@ def yields(group):
     yield group.rank
 
 
+class Waits:
+    async def __call__(self, group):
+        return group.rank
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ((Waits(), 2), LaunchError, "fn=Waits is an async function: give"),
+        ((functools.partial(waits), 2), LaunchError, "fn=waits is an async function: give"),
         ((waits, 2), LaunchError, "fn=waits is an async function: give one that calls asyncio.run(waits(...))"),
         ((yields, 2), LaunchError, "fn=yields is a generator, because it has a yield: give a function that returns"),
         ((rank_functions.who, 0), InvalidWorldSize, "world_size=0: a world has at least 1 rank"),

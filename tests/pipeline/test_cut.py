@@ -297,9 +297,10 @@ def test_a_model_on_the_meta_device_is_cut_without_memory():
     torch.testing.assert_close(run_parts(parts, ids_of(3, 4))["scores"], language().float()(ids_of(3, 4))["scores"])
 
 
-def test_a_measured_cut_divides_the_blocks_evenly(monkeypatch):
+@pytest.mark.parametrize(("num_blocks", "num_stages"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.slow)])
+def test_a_measured_cut_divides_the_blocks_evenly(num_blocks, num_stages, monkeypatch):
     """With a clock that advances by the number of weights of what is run, whatever the machine does meanwhile."""
-    model = language(num_blocks=4, width=64)
+    model = language(num_blocks=num_blocks, width=64)
     before = {name: buffer.clone() for name, buffer in model.state_dict().items()}
     now = [0.0]
 
@@ -309,12 +310,13 @@ def test_a_measured_cut_divides_the_blocks_evenly(monkeypatch):
 
     monkeypatch.setattr(cutting, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(cutting, "functional_call", run)
-    parts = split(model, 2, example=(ids_of(2, 5),))
+    parts = split(model, num_stages, example=(ids_of(2, 5),))
     blocks = [{name.split(".")[1] for name in part.state_dict() if "blocks" in name} for part in parts.modules]
-    assert [len(held) for held in blocks] == [2, 2]
-    assert len(parts.at) == 1
-    assert len(parts.costs) == 2
-    assert f"stage 1: from {parts.at[0]} on" in str(parts)
+    assert [len(held) for held in blocks] == [2] * num_stages
+    assert len(parts.costs) == num_stages
+    for stage, at in enumerate(parts.at, 1):
+        assert f"stage {stage}: from {at} on" in str(parts)
+    assert len(parts.at) == num_stages - 1
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(p.grad is None for p in model.parameters())

@@ -14,7 +14,7 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline, schedules
 from echelon.pipeline.run import interpreter, pipeline
-from echelon.pipeline.run.runtime import Failures
+from echelon.pipeline.run.runtime import Failures, _reason
 from tests.helpers.forked_ranks import run_forked
 from tests.helpers.models import gradients
 from tests.helpers.named_schedules import sizes_of
@@ -135,6 +135,11 @@ def test_an_exception_anywhere_is_raised_everywhere_and_ends_the_pipeline(run, n
     for _, _, _, _, got in results:
         for name, gradient in got.items():
             assert torch.equal(gradient, gradients(model)[name.replace("layers.", "")])
+
+
+def test_an_error_without_frames_has_a_reason():
+    """As under sys.tracebacklimit = 0."""
+    assert _reason(ValueError("blown"), " in F0") == "ValueError in F0: blown"
 
 
 def fail_in_one_replica(group):

@@ -154,9 +154,13 @@ def test_an_unknown_name():
         (("1f1b", 4, 8, 1, 4), "group_size=4: 1f1b has no groups"),
         (("interleaved-1f1b", 4, 8, 2, 3), "group_size=3: .* give at least 4"),
         (("interleaved-1f1b", 4, 8, 2, 0), "group_size=0: interleaved-1f1b needs"),
-        (("looped-bfs", 2, 2, 10**30), "num_ranks=2 and num_microbatches=2 are 4(0+) forwards, too many .* 4000000$"),
+        (
+            ("looped-bfs", 2, 2, 10**30),
+            "num_ranks=2, num_microbatches=2 and num_chunks=10+ are 40+ forwards, too .* 4000000$",
+        ),
         (("1f1b", 10**30, 2), "are 2(0+) forwards, too many"),
         (("1f1b", 2, 10**30), "are 2(0+) forwards, too many"),
+        (("zb-v", 2000, 2000), "and num_chunks=2 are 8000000 forwards, too many"),
     ],
 )
 def test_sizes_that_cannot_be(arguments, message):

@@ -70,10 +70,14 @@ def rank_call(function: object, args: object) -> RankCall:
     if isinstance(function, nn.Module) or (isinstance(function, type) and issubclass(function, nn.Module)):
         raise LaunchError(f"fn is {named(function)}: give the function that each rank runs, which makes the model")
     # A call of either would run nothing, on all ranks without an error.
-    name = getattr(function, "__name__", type(function).__name__)
-    if inspect.iscoroutinefunction(function):
+    code: Any = function
+    while isinstance(code, functools.partial):
+        code = code.func
+    name = _name(code)
+    called = (code, type(code).__call__)
+    if any(map(inspect.iscoroutinefunction, called)):
         raise LaunchError(f"fn={name} is an async function: give one that calls asyncio.run({name}(...))")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+    if any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in called):
         raise LaunchError(f"fn={name} is a generator, because it has a yield: give a function that returns its result")
     check_no_keywords("args", args)
     if not isinstance(args, Sequence) or isinstance(args, str):

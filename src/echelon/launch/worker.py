@@ -292,11 +292,11 @@ def _run(job: Job) -> Outcome:
 def _sent(result: object) -> bytes:
     try:
         return dumps(result)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
+    except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
         raise LaunchError(
             f"the result of this rank, {named(result)}, cannot be sent to the parent ({error}): return tensors, "
             "numbers, text, and lists and dicts of them"
-        ) from None
+        ) from error
 
 
 def _pickled(error: BaseException) -> bytes | None:

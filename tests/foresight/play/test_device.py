@@ -86,6 +86,10 @@ def test_a_type_with_slower_products_lengthens_the_products_of_attention_alone()
         for keys in (1 << 20, 64)
     )
     assert long == pytest.approx(short)
+    half = replace(device, peak={"float32": 100.0, "float16": 1000.0})
+    assert attention_seconds(half, "float16", 1e6, 64, 64, 128) == attention_seconds(
+        device, "bfloat16", 1e6, 64, 64, 128
+    )
 
 
 def test_few_queries_of_attention_take_as_long_as_one_block_of_them():

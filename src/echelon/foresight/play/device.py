@@ -264,7 +264,8 @@ def attention_seconds(device: Device, dtype: str, flops: float, queries: int, ke
     if min(queries, keys) < 1:
         return device.kernel_seconds
     # The rest of the time, such as that of the softmax, does not depend on the type of the products.
-    half = HALF_LENGTH * (device.peak_of(dtype) / device.peak_of("bfloat16"))
+    reference = device.peak_of("bfloat16" if "bfloat16" in device.peak else "float16")
+    half = HALF_LENGTH * (device.peak_of(dtype) / reference)
     share = device.attention_share * keys / (keys + half) * min(1.0, queries / ROWS)
     if head_dim <= 64:
         share *= SMALL_HEAD

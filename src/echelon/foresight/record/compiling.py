@@ -31,6 +31,7 @@ _ASSUMPTION = "torch.compile was taken as fused runs of elementwise kernels"
 
 _OF_JIT = ("trace", "freeze", "optimize_for_inference")
 """Functions of torch.jit that read values of tensors."""
+_SCRIPTS: tuple[type, ...] = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
 
 def not_compiled() -> list[Replacement]:
@@ -52,16 +53,13 @@ def _compile(recording: Recording, _: Callable[..., Any], model: Any = None, **_
 def _as_it_is(recording: Recording, original: Callable[..., Any], code: Any, *_: Any, **__: Any) -> Any:
     """Returns code that does the same, and has the method `save` of traced code."""
     recording.log.assume(f"torch.jit.{original.__name__} was taken as the code itself")
-    if hasattr(code, "save"):  # traced before
+    if "save" in getattr(code, "__dict__", ()) or isinstance(code, _SCRIPTS):  # traced before
         return code
     save = in_place_of(torch.jit.save, functools.partial(skip, "torch.jit.save", nothing))
     if isinstance(code, torch.nn.Module):
         # Another object with the same attributes: the program's own module has no such method.
-        kind = type(code)
-        traced: torch.nn.Module = object.__new__(
-            type(kind.__name__, (kind,), {"save": save, "__module__": kind.__module__})
-        )
-        vars(traced).update(vars(code))
+        traced: torch.nn.Module = object.__new__(type(code))
+        vars(traced).update(vars(code), save=functools.partial(save, traced))
         return traced
 
     @functools.wraps(code)

@@ -136,15 +136,20 @@ class Operation(NamedTuple):
         return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
-@functools.cache
 def operator(func: Any) -> Operator:
     """Returns the facts of an operator of torch."""
+    # A program may register a formula for an operator of its own after a first forecast.
+    return _operator(func, flop_registry.get(getattr(func, "overloadpacket", None)))
+
+
+@functools.cache
+def _operator(func: Any, formula: Callable[..., int] | None) -> Operator:
     facts = facts_of(func)
     name = facts.name
     base = name.removesuffix("_")  # in place, such as "addmm_", the arguments are the same
     shape = _SHAPES.get(base)
     takes_dtype = shape is not None and facts.overload in ("dtype", "dtype_out")
-    flops = _ATTENTION.get(name) or _FLOPS.get(base) or flop_registry.get(func.overloadpacket)
+    flops = _ATTENTION.get(name) or _FLOPS.get(base) or formula
     if takes_dtype:
         flops = None  # torch's formulas do not take the type
     # Operators with FLOPs that are no attention are products and convolutions.
@@ -355,12 +360,10 @@ def sizes_of_attention(name: str, args: Sequence[Any]) -> SizesOfAttention:
     return SizesOfAttention(batch, heads, heads_of_keys, queries, keys, *widths, num_queries)
 
 
-def begins_of_documents(name: str, args: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+def begins_of_documents(name: str, args: Sequence[Any]) -> Sequence[Tensor | None] | None:
     """Returns the places at which queries and keys of documents begin. None if attention is not inside of documents."""
-    if name not in _LONGEST:
-        return None
-    queries, keys = args[_LONGEST[name] - 2 : _LONGEST[name]]
-    return None if queries is None or keys is None else (queries, keys)
+    begins = args[_LONGEST[name] - 2 : _LONGEST[name]] if name in _LONGEST else ()
+    return None if all(each is None for each in begins) else begins
 
 
 def _typical(documents: Documents) -> tuple[int, int]:

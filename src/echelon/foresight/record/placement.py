@@ -264,7 +264,11 @@ class Placement:
         if not any(map(self._memory.is_fixed, before)) and _of_distributed():
             return GPU if is_on_gpu else None
         if name in _OF_BAGS:
-            inputs, before = inputs[:2], before[:2]
+            # The others may be offsets that torch has made itself. In the backward they are on the device of those.
+            kept = [i for i, each in enumerate(before) if i < 2 or (each in on_host and name == "_embedding_bag")]
+            inputs, before = [inputs[i] for i in kept], [before[i] for i in kept]
+            if on_host.keys().isdisjoint(before):
+                return GPU if is_on_gpu else None
         # torch takes numbers of the host beside tensors of the GPU, but no tensors with dimensions.
         hosts = [number for number, each in zip(before, inputs, strict=False) if number in on_host and each.dim()]
         if not is_on_gpu:

@@ -418,8 +418,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         """Returns the lengths of the documents of attention. None if it has none, or they are unknown."""
         if (begins := begins_of_documents(operation.facts.name, operation.args)) is None:
             return None
-        known = [self.routing.read(each) for each in begins]
-        if any(each is None for each in known):
+        known = [each if each is None else self.routing.read(each) for each in begins]
+        # Queries and keys of different numbers of documents are an error of the kernel on a GPU.
+        if any(each is None for each in known) or len({each.shape for each in known if each is not None}) > 1:
             self.log.assume("each sequence of attention is as long as the longest")
             return None
         with real_tensors():

@@ -121,14 +121,9 @@ class CheckpointCalls:
         saved = in_writers(skip, "Store.save", lambda: Handle(0, lambda: None, lambda: True))
         jit: Any = torch.jit
         scripts = (jit.ScriptModule, jit.RecursiveScriptModule, jit.ScriptFunction)
-        profilers = (torch.autograd.profiler.profile, torch.profiler.profile)
         return [
             Replacement(Store, "save", saved),
             *(Replacement(each, "save", in_writers(skip, "torch.jit.save", nothing)) for each in scripts),
-            *(
-                Replacement(each, "export_chrome_trace", in_writers(skip, "export_chrome_trace", nothing))
-                for each in profilers
-            ),
         ]
 
     def find(self, recording: Recording, path: str) -> str | None:

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from echelon.call_site import is_foreign
 from echelon.foresight.record.here import Recording
@@ -74,6 +75,10 @@ def no_writes(saved: Saved, *, allow_files: bool) -> Iterator[None]:
             of_classes = [
                 Replacement(subprocess.Popen, "__init__", _ending_at_once),
                 Replacement(np.memmap, "__new__", in_writers(files.map)),
+                *(
+                    Replacement(each, "export_chrome_trace", in_writers(skip, "export_chrome_trace", nothing))
+                    for each in (torch.autograd.profiler.profile, torch.profiler.profile)
+                ),
             ]
             stack.enter_context(replaced(of_classes))
         yield

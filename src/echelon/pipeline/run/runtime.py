@@ -116,8 +116,9 @@ def _reason(error: BaseException, place: str) -> str:
     """Returns type, place and message of an error, its innermost line, and as many lines of the program as fit."""
     text = f"{type(error).__name__}{place}: {error}"
     # From the innermost frame outwards. Ten lines of torch and of the pipeline would hide the one of the program.
-    innermost, *outer = reversed(traceback.extract_tb(error.__traceback__))
-    for frame in [innermost, *(frame for frame in outer if not is_foreign(frame.filename))]:
+    for number, frame in enumerate(reversed(traceback.extract_tb(error.__traceback__))):
+        if number and is_foreign(frame.filename):
+            continue
         line = f"\n  from {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
         if len((text + line).encode()) > _MOST_BYTES:
             break

@@ -96,12 +96,13 @@ def build(
     _require_positive(name, "num_ranks", num_ranks)
     _require_positive(name, "num_microbatches", num_microbatches)
     _require_positive(name, "num_chunks", 1 if num_chunks is None else num_chunks)
-    if (product := num_ranks * num_microbatches * (num_chunks or 1)) > MOST_FORWARDS:
-        raise ScheduleError(
-            f"num_ranks={num_ranks} and num_microbatches={num_microbatches} are {product} forwards, too many for one "
-            f"schedule: give numbers whose product is at most {MOST_FORWARDS}"
-        )
     known = _SCHEDULES[name]
+    chunks = num_chunks or (known[1] if isinstance(known, _Grouped | _Chunked | _Fixed) else 1)
+    if (product := num_ranks * num_microbatches * chunks) > MOST_FORWARDS:
+        raise ScheduleError(
+            f"num_ranks={num_ranks}, num_microbatches={num_microbatches} and num_chunks={chunks} are {product} "
+            f"forwards, too many for one schedule: give numbers whose product is at most {MOST_FORWARDS}"
+        )
     # An argument that a schedule has no use for is refused: ignoring it would give another schedule than asked for.
     if group_size is not None:
         _require_positive(name, "group_size", group_size)

@@ -5,11 +5,14 @@ In trees for parts (scatter, gather), messages halve from round to round.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from echelon.collectives.plans.algorithms.compose import joined, mirrored
 from echelon.collectives.plans.algorithms.ring import ring_all_gather
 from echelon.collectives.plans.plan import Plan, Recv, Round, Send
 
 
+@lru_cache(maxsize=256)
 def binomial_scatter(num_ranks: int, src: int) -> Plan:
     """Brings chunk r of rank `src` to every rank r: ceil(log2 p) rounds, n (p - 1) / p bytes sent by `src`.
 
@@ -32,6 +35,7 @@ def binomial_scatter(num_ranks: int, src: int) -> Plan:
     return Plan("binomial scatter", num_ranks, tuple(map(tuple, rounds)))
 
 
+@lru_cache(maxsize=256)
 def binomial_gather(num_ranks: int, dst: int) -> Plan:
     """Brings chunk r of every rank r to rank `dst`: ceil(log2 p) rounds, n (p - 1) / p bytes received by `dst`.
 
@@ -40,6 +44,7 @@ def binomial_gather(num_ranks: int, dst: int) -> Plan:
     return mirrored("binomial gather", binomial_scatter(num_ranks, dst))
 
 
+@lru_cache(maxsize=256)
 def scatter_all_gather_broadcast(num_ranks: int, src: int) -> Plan:
     """Brings all chunks of rank `src` to all ranks: ceil(log2 p) + p - 1 rounds, about 2 n bytes sent by `src`.
 
@@ -52,6 +57,7 @@ def scatter_all_gather_broadcast(num_ranks: int, src: int) -> Plan:
 _ALL = (0,)
 
 
+@lru_cache(maxsize=256)
 def binomial_broadcast(num_ranks: int, src: int) -> Plan:
     """Brings the one chunk of rank `src` to all ranks: ceil(log2 p) rounds, n (p - 1) bytes in all.
 
@@ -73,6 +79,7 @@ def binomial_broadcast(num_ranks: int, src: int) -> Plan:
     return Plan("binomial broadcast", 1, tuple(map(tuple, rounds)))
 
 
+@lru_cache(maxsize=256)
 def binomial_reduce(num_ranks: int, dst: int) -> Plan:
     """Combines the one chunk of all ranks on rank `dst`: ceil(log2 p) rounds, n (p - 1) bytes in all.
 

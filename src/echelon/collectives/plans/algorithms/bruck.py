@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from echelon.collectives.plans.plan import Copy, Plan, Program, Recv, Round, Send
 
 
+@lru_cache(maxsize=64)
 def bruck_all_to_all(num_ranks: int) -> Plan:
     """Brings chunk s of rank r to rank s as its chunk p + r: ceil(log2 p) rounds.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from echelon.collectives.plans.plan import Plan, Recv, Round, Send
 
 
+@lru_cache(maxsize=64)
 def dissemination_barrier(num_ranks: int) -> Plan:
     """Blocks every rank until all have come: ceil(log2 p) rounds of empty messages (Hensgen, Finkel, Manber, 1988).
 

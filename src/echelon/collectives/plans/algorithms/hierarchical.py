@@ -6,6 +6,8 @@ host communicates for it over the network, and k is that of the largest host.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from echelon.collectives.plans.algorithms.binomial import (
     binomial_broadcast,
     binomial_gather,
@@ -24,6 +26,7 @@ from echelon.collectives.plans.algorithms.recursive_halving import (
 from echelon.collectives.plans.plan import Numbers, Plan
 
 
+@lru_cache(maxsize=64)
 def hierarchical_all_gather(hosts: Hosts) -> Plan:
     """Brings chunk r of every rank r to all ranks: ceil(log2 h) + ceil(log2 k) rounds.
 
@@ -46,6 +49,7 @@ def hierarchical_all_gather(hosts: Hosts) -> Plan:
     return assembled("hierarchical all-gather", len(hosts), len(hosts), parts)
 
 
+@lru_cache(maxsize=64)
 def hierarchical_reduce_scatter(hosts: Hosts) -> Plan:
     """Leaves chunk r, combined over all ranks, on rank r: ceil(log2 k) + ceil(log2 h) rounds.
 
@@ -76,6 +80,7 @@ def _single(ranks: Numbers) -> list[Numbers]:
 _ALL = ((0,),)
 
 
+@lru_cache(maxsize=256)
 def hierarchical_broadcast(hosts: Hosts, src: int) -> Plan:
     """Brings the one chunk of rank `src` to all ranks: ceil(log2 h) + ceil(log2 k) rounds.
 
@@ -90,6 +95,7 @@ def hierarchical_broadcast(hosts: Hosts, src: int) -> Plan:
     return assembled("hierarchical broadcast", len(hosts), 1, parts)
 
 
+@lru_cache(maxsize=256)
 def hierarchical_reduce(hosts: Hosts, dst: int) -> Plan:
     """Combines the one chunk of all ranks on rank `dst`: ceil(log2 k) + ceil(log2 h) rounds.
 
@@ -98,6 +104,7 @@ def hierarchical_reduce(hosts: Hosts, dst: int) -> Plan:
     return mirrored("hierarchical reduce", hierarchical_broadcast(hosts, dst), reduces=True)
 
 
+@lru_cache(maxsize=64)
 def hierarchical_all_reduce(hosts: Hosts) -> Plan:
     """Leaves all chunks combined on all ranks: 2 ceil(log2 k) + 2 ceil(log2 h) rounds.
 
@@ -126,6 +133,7 @@ def hierarchical_all_reduce(hosts: Hosts) -> Plan:
     return assembled("hierarchical all-reduce", len(hosts), num_speakers * num_hosts, parts)
 
 
+@lru_cache(maxsize=64)
 def hierarchical_doubling_all_reduce(hosts: Hosts) -> Plan:
     """Leaves the one chunk combined on all ranks: floor(log2 k) + floor(log2 h) rounds of n bytes. For small tensors.
 
@@ -146,6 +154,7 @@ def hierarchical_doubling_all_reduce(hosts: Hosts) -> Plan:
     return assembled("hierarchical doubling all-reduce", len(hosts), 1, parts)
 
 
+@lru_cache(maxsize=64)
 def hierarchical_barrier(hosts: Hosts) -> Plan:
     """Blocks every rank until all have come: ceil(log2 k) + ceil(log2 h) rounds of empty messages.
 

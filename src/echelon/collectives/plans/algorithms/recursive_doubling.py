@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from echelon.collectives.plans.plan import Plan, Program, Recv, Reduce, Round, Send
 
 _ALL = (0,)
 
 
+@lru_cache(maxsize=64)
 def recursive_doubling_all_reduce(num_ranks: int) -> Plan:
     """Leaves the one chunk combined on all ranks: floor(log2 p) rounds, n bytes sent by each rank in each.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from echelon.collectives.plans.algorithms.compose import joined, mirrored
 from echelon.collectives.plans.plan import Plan, Reduce, Round, Send
 
 
+@lru_cache(maxsize=64)
 def recursive_halving_reduce_scatter(num_ranks: int) -> Plan:
     """Leaves chunk r, combined over all ranks, on rank r: ceil(log2 p) rounds, n (p - 1) / p bytes sent by each rank.
 
@@ -27,6 +30,7 @@ def recursive_halving_reduce_scatter(num_ranks: int) -> Plan:
     return Plan("recursive halving reduce-scatter", num_ranks, tuple(map(tuple, rounds)))
 
 
+@lru_cache(maxsize=64)
 def recursive_doubling_all_gather(num_ranks: int) -> Plan:
     """Brings chunk r of every rank r to all ranks: ceil(log2 p) rounds, n (p - 1) / p bytes sent by each rank.
 
@@ -35,6 +39,7 @@ def recursive_doubling_all_gather(num_ranks: int) -> Plan:
     return mirrored("recursive doubling all-gather", recursive_halving_reduce_scatter(num_ranks))
 
 
+@lru_cache(maxsize=64)
 def rabenseifner_all_reduce(num_ranks: int) -> Plan:
     """Leaves all chunks combined on all ranks: 2 ceil(log2 p) rounds, 2 n (p - 1) / p bytes sent by each rank.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple
 
 from echelon.arguments import choices
@@ -260,17 +259,11 @@ def build(
     algorithm = name if isinstance(name, Algorithm) else find(operation, name)
     # Any hosts do for an algorithm that ignores them.
     if hosts is None and not algorithm.goes_by_hosts:
-        return _made(algorithm, (0,) * num_ranks, root)
+        return algorithm.make((0,) * num_ranks, root)
     if hosts is None or len(hosts) != num_ranks:
         given = "no hosts" if hosts is None else f"{len(hosts)} hosts"
         raise PlanError(f"{algorithm.name}: {given} for {num_ranks} ranks: give the host of each rank, as hosts=(0, 0)")
-    return _made(algorithm, numbered(hosts), root)
-
-
-@lru_cache(maxsize=256)
-def _made(algorithm: Algorithm, hosts: Hosts, root: int) -> Plan:
-    # A ring of 64 ranks takes up to 0.1 s, and a program asks for the same ones again and again.
-    return algorithm.make(hosts, root)
+    return algorithm.make(numbered(hosts), root)
 
 
 def chunk_bytes(operation: str, plan: Plan, num_bytes: int) -> Fraction:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from echelon.collectives.plans.algorithms.compose import joined
 from echelon.collectives.plans.plan import Plan, Program, Recv, Reduce, Send
 
 
+@lru_cache(maxsize=64)
 def ring_reduce_scatter(num_ranks: int) -> Plan:
     """Leaves chunk r, combined over all ranks, on rank r: p - 1 rounds, n (p - 1) / p bytes sent by each rank.
 
@@ -15,11 +18,13 @@ def ring_reduce_scatter(num_ranks: int) -> Plan:
     return Plan("ring reduce-scatter", num_ranks, tuple(_scatter(rank, num_ranks) for rank in range(num_ranks)))
 
 
+@lru_cache(maxsize=64)
 def ring_all_gather(num_ranks: int) -> Plan:
     """Brings chunk r of every rank r to all ranks: p - 1 rounds, n (p - 1) / p bytes sent by each rank."""
     return Plan("ring all-gather", num_ranks, tuple(_gather(rank, num_ranks) for rank in range(num_ranks)))
 
 
+@lru_cache(maxsize=64)
 def ring_all_reduce(num_ranks: int) -> Plan:
     """Leaves all chunks combined on all ranks: 2 (p - 1) rounds, 2 n (p - 1) / p bytes sent by each rank.
 
