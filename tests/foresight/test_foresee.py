@@ -193,7 +193,7 @@ def test_hosts_of_other_sizes_have_as_many_gpus_as_ranks():
 def test_a_gpu_that_a_host_has_not_is_refused(choose):
     assert not assumed(4, ("nccl", choose))
     with pytest.raises(RuntimeError, match=r"cuda:2 is no GPU: its host has 2 GPUs, from cuda:0 on; .*LOCAL_RANK"):
-        echelon.foresee(adds, 8, ("nccl", choose), hosts=2)
+        echelon.foresee(adds, 4, ("nccl", choose), hosts=2)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ RIGHT = [set_by_rank_of_host, alone_in_sight, of_group, in_mesh_of_gpus, mesh_af
 
 @pytest.mark.parametrize("choose", [*RIGHT, replicated_by_number])
 def test_ranks_with_gpus_of_their_own_share_none(choose):
-    assert echelon.foresee(adds, 4, ("nccl", choose), hosts=2).problems == []
+    assert echelon.foresee(adds, 8, ("nccl", choose), hosts=2).problems == []
 
 
 @pytest.mark.parametrize("choose", [unnumbered, number_zero])
