@@ -440,8 +440,7 @@ class Pipeline:
                 "torch.nn.utils.clip_grad_norm_ would take the norm of this rank's stages alone: call "
                 "pipe.clip_grad_norm_(max_norm), which takes that of all stages"
             )
-        for _, parameter in self.named_parameters():
-            yield parameter
+        yield from (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns this rank's part of the unsplit model's state dict."""
