@@ -1,6 +1,7 @@
 """A foreseen program overwrites nothing."""
 
 import gzip
+import importlib
 import io
 import json
 import logging
@@ -511,6 +512,20 @@ def importing(folder):
 
     a_prober.save(folder)
     assert a_writer.IS_WRITTEN
+
+
+def test_a_package_that_takes_a_function_later_on_has_its_replacement(tmp_path, monkeypatch):
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "a_lazy_package.py").touch()
+    monkeypatch.syspath_prepend(packages)
+    package = importlib.import_module("a_lazy_package")
+    monkeypatch.delitem(sys.modules, "a_lazy_package")
+    monkeypatch.setitem(sys.modules, "a_lazy_package", package)
+    assert not record(lambda: package.__doc__, 1)[0].skipped
+    package.delete = os.remove
+    assert record(lambda: package.delete(tmp_path / "a"), 1)[0].skipped
+    assert package.delete is os.remove
 
 
 def test_probes_of_a_library_while_it_is_imported_are_not_listed(tmp_path, monkeypatch):

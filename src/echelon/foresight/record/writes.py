@@ -18,7 +18,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -68,7 +70,7 @@ def no_writes(saved: Saved, *, allow_files: bool) -> Iterator[None]:
         checkpoints = CheckpointCalls(scratch, saved)
         files = _Files(scratch, saved, checkpoints, allow_files)
         others = () if allow_files else files.replacements()
-        # All at once: to look through thousands of modules takes 30 ms, half as long as to record a small step.
+        # All at once: to look through all modules takes as long as to record a small step.
         stack.enter_context(_replaced_everywhere(dict([*checkpoints.replacements(), *files.of_checkpoints(), *others])))
         stack.enter_context(replaced(checkpoints.of_classes()))
         if not allow_files:
@@ -365,28 +367,45 @@ def _ending_at_once(original: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def _replaced_everywhere(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
     """Inside, every module that holds one of these functions holds its replacement instead."""
-    changed = _exchange(replacements, _modules())
+    without = _modules_without(frozenset(replacements))
+    by_id = {id(old): new for old, new in replacements.items()}
+    changed = []
+    for module, names in _modules_except(without):
+        if _exchange(by_id, names):
+            changed.append(names)
+        elif isinstance(module, ModuleType) and is_foreign(str(names.get("__file__"))):
+            without[module] = len(names)
     try:
         yield
     finally:
+        by_id = {id(replacement): original for original, replacement in replacements.items()}
         # Also in modules that have been imported meanwhile, and in those that a rank's own have taken the place of.
-        _exchange({replacement: original for original, replacement in replacements.items()}, [*changed, *_modules()])
+        for names in [*changed, *(names for _, names in _modules_except(without))]:
+            _exchange(by_id, names)
 
 
-def _modules() -> list[dict[str, Any]]:
-    """Returns the names of all modules."""
-    found = (getattr(module, "__dict__", None) for key, module in list(sys.modules.items()) if key != _BUILT_IN)
-    return [names for names in found if type(names) is dict]
+@functools.cache
+def _modules_without(functions: frozenset[Callable[..., Any]]) -> WeakKeyDictionary[ModuleType, int]:  # noqa: ARG001
+    """Returns modules of installed packages that hold none of the functions, with the number of names in each.
+
+    To look through all names of thousands of modules takes 30 ms.
+    """
+    return WeakKeyDictionary()
 
 
-def _exchange(
-    replacements: Mapping[Callable[..., Any], Callable[..., Any]], modules: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Replaces functions in modules. Returns the names of the modules that had one."""
-    by_id = {id(old): new for old, new in replacements.items()}
-    changed = []
-    for names in modules:
-        if not by_id.keys().isdisjoint(map(id, names.values())):
-            names.update([(name, new) for name, value in names.items() if (new := by_id.get(id(value))) is not None])
-            changed.append(names)
-    return changed
+def _modules_except(without: WeakKeyDictionary[ModuleType, int]) -> Iterator[tuple[object, dict[str, Any]]]:
+    """Yields modules and their names, without those that hold none of the functions. One may have got names since."""
+    for key, module in list(sys.modules.items()):
+        names = getattr(module, "__dict__", None)
+        if key != _BUILT_IN and type(names) is dict:
+            num_without = without.get(module) if isinstance(module, ModuleType) else None
+            if num_without != len(names):
+                yield module, names
+
+
+def _exchange(by_id: Mapping[int, Any], names: dict[str, Any]) -> bool:
+    """Replaces functions in a module. Returns whether it had one."""
+    if by_id.keys().isdisjoint(map(id, names.values())):
+        return False
+    names.update([(name, new) for name, value in names.items() if (new := by_id.get(id(value))) is not None])
+    return True

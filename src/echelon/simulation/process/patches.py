@@ -27,6 +27,8 @@ _ROOTS = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset, torc
 """Classes that are compared, with their subclasses."""
 _MISSING: Any = object()
 """Value of an attribute that a module does not have."""
+_set_unnoted = ModuleType.__setattr__
+"""Sets an attribute of a module: for thousands of modules, a method in Python would take most of a simulation's start."""
 
 
 class _Key(NamedTuple):
@@ -83,13 +85,13 @@ class Patches(State):
         _patches = self
         # Modules that are imported meanwhile are watched too: the interpreter makes them of the class of `sys`.
         for module in _modules(ModuleType):
-            module.__class__ = _Watched
+            _set_unnoted(module, "__class__", _Watched)
         try:
             yield
         finally:
             _patches = None
             for module in _modules(_Watched):
-                module.__class__ = ModuleType
+                _set_unnoted(module, "__class__", ModuleType)
             self.put({})
             self._outside.clear()
             self._restore(classes)
