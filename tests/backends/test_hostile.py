@@ -91,5 +91,5 @@ def test_nothing_that_reads_from_peers_can_unpickle():
             if is_load or {"pickle", "cloudpickle", "dill", "marshal", "shelve"} & set(names):
                 unpickling.add(str(path.relative_to(root)))
     of_launch = {"launch/spawn.py", "launch/worker.py", "launch/pickling.py"}
-    of_children = of_launch | {"foresight/packed.py", "foresight/record/processes.py"}
-    assert unpickling <= of_children | {"foresight/record/saved.py"}
+    of_children = of_launch | {"foresight/packed.py", "foresight/record/ranks/processes.py"}
+    assert unpickling <= of_children | {"foresight/record/files/saved.py"}

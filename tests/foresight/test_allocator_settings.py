@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from echelon import foresee
-from echelon.foresight.record.allocator_settings import AllocatorSettings, allocator_settings
+from echelon.foresight.record.gpu.allocator_settings import AllocatorSettings, allocator_settings
 
 CUDA, ANY = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 MIB = 1 << 20

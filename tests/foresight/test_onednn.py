@@ -9,7 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import echelon
-from echelon.foresight.record.onednn import LSTM_LAYERS
+from echelon.foresight.record.kernels.onednn import LSTM_LAYERS
 from echelon.foresight.trace import Kernel
 
 WIDTH, HIDDEN = 48, 64

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from echelon.foresight.record.processes import packed, unpacked
+from echelon.foresight.record.ranks.processes import packed, unpacked
 from echelon.foresight.trace import (
     Allocate,
     Collective,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 from echelon import CollectiveMismatch, foresee
-from echelon.foresight.record.communication import reduction_of
+from echelon.foresight.record.ranks.communication import reduction_of
 from echelon.foresight.record.run import record
 from echelon.foresight.roles import digest
 from echelon.foresight.trace import Allocate, Collective, Free, HostWait, Kernel, Wait, WaitEvent

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.devices import device_named
 from echelon.foresight.play.player import play
-from echelon.foresight.record.repeats import Repeats
+from echelon.foresight.record.log.repeats import Repeats
 from echelon.foresight.record.run import record
 from echelon.foresight.roles import digest
 from tests.foresight import programs

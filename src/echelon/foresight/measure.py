@@ -27,8 +27,8 @@ from os import _exit  # the original: for simulated ranks it is replaced
 from typing import NamedTuple
 
 from echelon.foresight.play.allocator import memory_of
-from echelon.foresight.record.calls import Answers, OtherCalls
-from echelon.foresight.record.processes import has_device_threads
+from echelon.foresight.record.log.calls import Answers, OtherCalls
+from echelon.foresight.record.ranks.processes import has_device_threads
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.record.steps import Timing
 from echelon.foresight.trace import GIB, Kernel, Trace

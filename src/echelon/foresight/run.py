@@ -22,7 +22,7 @@ from echelon.foresight.play.devices import device_named
 from echelon.foresight.play.fusion import fuse
 from echelon.foresight.play.played import Exposed, Played
 from echelon.foresight.play.player import play
-from echelon.foresight.record.gpu_names import Gpu
+from echelon.foresight.record.gpu.gpu_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report
 from echelon.foresight.roles import Roles

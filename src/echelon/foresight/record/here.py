@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from echelon.foresight.record.log import Log
-from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.log.log import Log
+from echelon.foresight.record.log.memory import Memory
 from echelon.foresight.record.routing import Routing
 from echelon.foresight.trace import Collective, Group, Kernel, Kind, Message
 
 if TYPE_CHECKING:
-    from echelon.foresight.record.placement import Placement
-    from echelon.foresight.record.repeats import Repeats
+    from echelon.foresight.record.log.placement import Placement
+    from echelon.foresight.record.log.repeats import Repeats
+    from echelon.foresight.record.ranks.threads import Threads
     from echelon.foresight.record.steps import Steps
-    from echelon.foresight.record.threads import Threads
 
 Traffic: TypeAlias = tuple[tuple[int, int], ...]
 """(storage, bytes) of each tensor that a kernel reads or writes."""

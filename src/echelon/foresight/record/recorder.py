@@ -31,14 +31,11 @@ from echelon._torch_private.tensors import (
 from echelon.backends.memory import tensors_in
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record.callers import BETWEEN, ENGINE, REPLICAS, calling_file
-from echelon.foresight.record.communication import functional_collective
-from echelon.foresight.record.convolutions import parts
-from echelon.foresight.record.copies import COPIES, Copies, Move
-from echelon.foresight.record.dtypes import check_dtypes, is_checked
 from echelon.foresight.record.here import Recording, name_of
-from echelon.foresight.record.onednn import HAS_SCRATCH, scratch, with_workspace
-from echelon.foresight.record.operators import (
+from echelon.foresight.record.kernels.convolutions import parts
+from echelon.foresight.record.kernels.dtypes import check_dtypes, is_checked
+from echelon.foresight.record.kernels.onednn import HAS_SCRATCH, scratch, with_workspace
+from echelon.foresight.record.kernels.operators import (
     FINDS_OVERFLOW,
     INTO_A_PART,
     KEEPS_TERMS,
@@ -52,11 +49,14 @@ from echelon.foresight.record.operators import (
     launches_of,
     operator,
 )
-from echelon.foresight.record.placement import GPU, Host, Where
+from echelon.foresight.record.kernels.traffic import Accesses, accesses_of, num_bytes_of
+from echelon.foresight.record.kernels.workspaces import HAS_WORKSPACE, workspaces
+from echelon.foresight.record.log.callers import BETWEEN, ENGINE, REPLICAS, calling_file
+from echelon.foresight.record.log.copies import COPIES, Copies, Move
+from echelon.foresight.record.log.placement import GPU, Host, Where
+from echelon.foresight.record.ranks.communication import functional_collective
 from echelon.foresight.record.refusals import unknown_result
 from echelon.foresight.record.routing import MASKS, decides_shape, without_masks
-from echelon.foresight.record.traffic import Accesses, accesses_of, num_bytes_of
-from echelon.foresight.record.workspaces import HAS_WORKSPACE, workspaces
 from echelon.foresight.trace import CONVOLUTIONS, TF32, UNKNOWN_STORAGE, HostWait, Kind
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})

@@ -28,29 +28,29 @@ from echelon._torch_private.tensors import real_tensors, recorded_tensors
 from echelon.backends.admission import taking_fake_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError
-from echelon.foresight.record.allocator_settings import AllocatorSettings, allocator_settings
-from echelon.foresight.record.calls import Answers, Calls
-from echelon.foresight.record.communication import RecordedGroup
-from echelon.foresight.record.compiling import not_compiled
-from echelon.foresight.record.device import OnDevice, OnHost
-from echelon.foresight.record.device_names import device_names
-from echelon.foresight.record.exchange import Exchange, RecordingBackend
-from echelon.foresight.record.gpu_names import Gpu
+from echelon.foresight.record.files.saved import Saved
+from echelon.foresight.record.files.writes import no_writes
+from echelon.foresight.record.gpu.allocator_settings import AllocatorSettings, allocator_settings
+from echelon.foresight.record.gpu.compiling import not_compiled
+from echelon.foresight.record.gpu.device import OnDevice, OnHost
+from echelon.foresight.record.gpu.device_names import device_names
+from echelon.foresight.record.gpu.gpu_names import Gpu
 from echelon.foresight.record.here import Recording, recorded, recording_here
-from echelon.foresight.record.log import Log
-from echelon.foresight.record.memory import Memory
-from echelon.foresight.record.modules import Modules
-from echelon.foresight.record.placement import Placement
-from echelon.foresight.record.processes import Children, Recorded, can_fork, has_device_threads
+from echelon.foresight.record.log.calls import Answers, Calls
+from echelon.foresight.record.log.log import Log
+from echelon.foresight.record.log.memory import Memory
+from echelon.foresight.record.log.modules import Modules
+from echelon.foresight.record.log.placement import Placement
+from echelon.foresight.record.log.repeats import NotRepeated, Repeats, can_repeat, microbatches_repeated
+from echelon.foresight.record.ranks.communication import RecordedGroup
+from echelon.foresight.record.ranks.exchange import Exchange, RecordingBackend
+from echelon.foresight.record.ranks.processes import Children, Recorded, can_fork, has_device_threads
+from echelon.foresight.record.ranks.threads import Threads, threads_of_ranks
 from echelon.foresight.record.recorder import Recorder
 from echelon.foresight.record.refusals import not_pickled, refused
-from echelon.foresight.record.repeats import NotRepeated, Repeats, can_repeat, microbatches_repeated
 from echelon.foresight.record.routing import Routing
-from echelon.foresight.record.saved import Saved
 from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
-from echelon.foresight.record.threads import Threads, threads_of_ranks
 from echelon.foresight.record.until import Until
-from echelon.foresight.record.writes import no_writes
 from echelon.foresight.trace import Message, Trace
 from echelon.group.group import ProcessGroup
 from echelon.interop.torch_distributed import make_group

@@ -19,17 +19,17 @@ from echelon._torch_private.distributed import static_graph_by
 from echelon._torch_private.tensors import FakeTensor
 from echelon.call_site import is_own
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record.callers import calling_file
 from echelon.foresight.record.here import Recording, in_ranks, recording_here
-from echelon.foresight.record.log import Log
-from echelon.foresight.record.memory import Memory
-from echelon.foresight.record.threads import refuse_in_thread
+from echelon.foresight.record.log.callers import calling_file
+from echelon.foresight.record.log.log import Log
+from echelon.foresight.record.log.memory import Memory
+from echelon.foresight.record.ranks.threads import refuse_in_thread
 from echelon.foresight.trace import Allocate, Entry, Kernel, Order, Trace
 from echelon.pipeline.stage.stage import Stage
 from echelon.replacements import Replacement, replaced
 
 if TYPE_CHECKING:
-    from echelon.foresight.record.repeats import Repeats
+    from echelon.foresight.record.log.repeats import Repeats
 
 
 MOST_BACKWARDS = 1_000

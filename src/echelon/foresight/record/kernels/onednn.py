@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.foresight.record.convolutions import is_channels_last
+from echelon.foresight.record.kernels.convolutions import is_channels_last
 from echelon.foresight.trace import CONVOLUTIONS
 
 LSTM_LAYERS = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})

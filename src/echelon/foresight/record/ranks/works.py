@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from echelon._torch_private.autograd import at_end_of_backward, is_in_backward
-from echelon.foresight.record.log import Log
+from echelon.foresight.record.log.log import Log
 from echelon.foresight.trace import RecordEvent, Wait, WaitEvent
 from echelon.interop.works import UNSET, EchelonWork
 

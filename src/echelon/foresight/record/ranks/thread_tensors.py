@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, as_fake, default_device_of, tree_leaves, tree_map
 from echelon.call_site import calling_place, line_of, shortened
-from echelon.foresight.record.device import OF_DEVICE, OnDevice, OnHost
+from echelon.foresight.record.gpu.device import OF_DEVICE, OnDevice, OnHost
 from echelon.foresight.record.here import Recording
-from echelon.foresight.record.placement import FACTORIES, MOVES, is_gpu, is_host
+from echelon.foresight.record.log.placement import FACTORIES, MOVES, is_gpu, is_host
 
 _READS = frozenset(
     {"item", "tolist", "numpy", "nonzero", "equal", "allclose", "masked_select", "unique", "__array__", "__format__"}

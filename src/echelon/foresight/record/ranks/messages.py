@@ -25,8 +25,8 @@ from echelon.backends.modes import overwrite
 from echelon.backends.operators import Combine
 from echelon.backends.work import Received, Work
 from echelon.errors import CollectiveMismatch, SizeMismatch, Timeout
-from echelon.foresight.record.calls import Call, invent
 from echelon.foresight.record.here import name_of, recording_here
+from echelon.foresight.record.log.calls import Call, invent
 from echelon.foresight.trace import Group, Message, Wait
 from echelon.simulation.boundary import Activity, Boundary, VirtualWork
 from echelon.simulation.values import snapshot

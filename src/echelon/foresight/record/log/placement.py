@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from echelon._torch_private.tensors import FakeTensor, as_fake, local_part, without_functions
 from echelon.call_site import is_foreign
-from echelon.foresight.record.callers import calling_file, is_of_torch
-from echelon.foresight.record.copies import Copies
-from echelon.foresight.record.log import Log
-from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.log.callers import calling_file, is_of_torch
+from echelon.foresight.record.log.copies import Copies
+from echelon.foresight.record.log.log import Log
+from echelon.foresight.record.log.memory import Memory
 
 if TYPE_CHECKING:
-    from echelon.foresight.record.threads import Threads
+    from echelon.foresight.record.ranks.threads import Threads
 
 FACTORIES = frozenset(
     {

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from echelon.call_site import is_foreign
+from echelon.foresight.record.files.saved import CheckpointCalls, Saved
 from echelon.foresight.record.here import Recording
-from echelon.foresight.record.overlay import Scratch
-from echelon.foresight.record.saved import CheckpointCalls, Saved
+from echelon.foresight.record.log.overlay import Scratch
 from echelon.foresight.record.writer import in_writers, inherit, nothing, skip, unrecorded, with_new, writer
 from echelon.replacements import Replacement, replaced
 
@@ -394,7 +394,7 @@ def _modules_without(functions: frozenset[Callable[..., Any]]) -> WeakKeyDiction
 
 
 def _modules_except(without: WeakKeyDictionary[ModuleType, int]) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Yields modules and their names, without those that hold none of the functions. One may have got names since."""
+    """Yields modules and their names, except modules that hold none of the functions. One may have got names since."""
     for key, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
         if key != _BUILT_IN and type(names) is dict:

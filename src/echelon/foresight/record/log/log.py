@@ -15,11 +15,11 @@ import torch
 
 from echelon._torch_private.autograd import is_in_backward, next_node_number, node_number
 from echelon.call_site import calling_place, is_in_import_of_library, line_of
-from echelon.foresight.record.calls import Call, Calls
-from echelon.foresight.record.gpus import Gpus
-from echelon.foresight.record.overlay import Overlay
-from echelon.foresight.record.phases import Phases
-from echelon.foresight.record.segments import Counters
+from echelon.foresight.record.log.calls import Call, Calls
+from echelon.foresight.record.log.gpus import Gpus
+from echelon.foresight.record.log.overlay import Overlay
+from echelon.foresight.record.log.phases import Phases
+from echelon.foresight.record.log.segments import Counters
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from echelon.foresight.record.here import recording_here
-from echelon.foresight.record.log import Log
+from echelon.foresight.record.log.log import Log
 from echelon.foresight.trace import HostWait, RecordEvent, WaitEvent
 
 

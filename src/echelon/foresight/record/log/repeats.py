@@ -32,9 +32,9 @@ from echelon._torch_private.states import state_of
 from echelon._torch_private.tensors import FakeTensor, tree_flatten, tree_unflatten, without_functions
 from echelon._torch_versions import REPEATS_NAMES, missing
 from echelon.foresight.record.here import recording_here
-from echelon.foresight.record.log import Log
-from echelon.foresight.record.memory import Memory
-from echelon.foresight.record.segments import Counters, MovedSegment, Segment, moved
+from echelon.foresight.record.log.log import Log
+from echelon.foresight.record.log.memory import Memory
+from echelon.foresight.record.log.segments import Counters, MovedSegment, Segment, moved
 from echelon.foresight.trace import Entry, Free
 from echelon.replacements import Replacement
 

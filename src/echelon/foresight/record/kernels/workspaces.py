@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from echelon.foresight.record.operators import sizes_of_attention
+from echelon.foresight.record.kernels.operators import sizes_of_attention
 
 _EFFICIENT = frozenset({"_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward"})
 HAS_WORKSPACE = _EFFICIENT | {

@@ -26,13 +26,13 @@ from echelon.backends.modes import overwrite
 from echelon.backends.work import Work
 from echelon.call_site import calling_place, source_of
 from echelon.errors import CollectiveMismatch, UnsupportedOp
-from echelon.foresight.record.callers import called_by_program
-from echelon.foresight.record.calls import Call, answer
-from echelon.foresight.record.collectives import recorded_collective
 from echelon.foresight.record.here import recording_here
-from echelon.foresight.record.log import Log
-from echelon.foresight.record.mail import Mail
-from echelon.foresight.record.messages import RecordingMessages, Undelivered
+from echelon.foresight.record.log.callers import called_by_program
+from echelon.foresight.record.log.calls import Call, answer
+from echelon.foresight.record.log.log import Log
+from echelon.foresight.record.ranks.collectives import recorded_collective
+from echelon.foresight.record.ranks.mail import Mail
+from echelon.foresight.record.ranks.messages import RecordingMessages, Undelivered
 from echelon.foresight.trace import Group, RecordEvent, WaitEvent
 from echelon.operation_records import OperationRecord
 from echelon.pipeline.run.agreement import STAGES

@@ -14,13 +14,13 @@ from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
 from echelon.backends.memory import tensors_in
-from echelon.foresight.record.callers import called_by_program
-from echelon.foresight.record.calls import Call, answer
-from echelon.foresight.record.exchange import RecordingBackend
 from echelon.foresight.record.here import Recording, recording_here
-from echelon.foresight.record.mail import Route
-from echelon.foresight.record.placement import Host
-from echelon.foresight.record.works import RecordedWork
+from echelon.foresight.record.log.callers import called_by_program
+from echelon.foresight.record.log.calls import Call, answer
+from echelon.foresight.record.log.placement import Host
+from echelon.foresight.record.ranks.exchange import RecordingBackend
+from echelon.foresight.record.ranks.mail import Route
+from echelon.foresight.record.ranks.works import RecordedWork
 from echelon.foresight.trace import Collective, Group, Wait
 from echelon.group.group import ProcessGroup
 from echelon.interop.process_group import EchelonProcessGroup

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from echelon._torch_private.tensors import real_tensors
 from echelon.backends.memory import as_bytes
+from echelon.foresight.record.files.saved import Checkpoint
 from echelon.foresight.record.here import name_of
-from echelon.foresight.record.mail import Line, Mail, Route
-from echelon.foresight.record.saved import Checkpoint
+from echelon.foresight.record.ranks.mail import Line, Mail, Route
 from echelon.foresight.trace import Allocate, Entry, Group, Trace
 from echelon.simulation.process.random_state import cores_of_thread
 from echelon.simulation.script.output import pass_on

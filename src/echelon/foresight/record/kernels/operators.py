@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from echelon._torch_private.tensors import facts_of, tree_leaves
-from echelon.foresight.record.convolutions import flops_of_gradients
-from echelon.foresight.record.onednn import products_of
+from echelon.foresight.record.kernels.convolutions import flops_of_gradients
+from echelon.foresight.record.kernels.onednn import products_of
 from echelon.foresight.trace import COMPLEX_PRODUCTS, Kind
 
 Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from echelon._torch_private.tensors import below_autograd, by_formula, destroy_library, transform_stack
-from echelon.foresight.record.convolutions import is_channels_last
 from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.kernels.convolutions import is_channels_last
 
 _KEY = "AutogradCPU"
 _RMS_NORM = torch.ops.aten.rms_norm.default

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.backends.memory import tensors_in
 from echelon.foresight.record.here import Traffic
-from echelon.foresight.record.operators import FFTS, Operation, launches_of
+from echelon.foresight.record.kernels.operators import FFTS, Operation, launches_of
 from echelon.foresight.trace import UNKNOWN_STORAGE
 
 _BY_OUTPUT = frozenset(

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from echelon._torch_private.tensors import FakeTensor, local_part, without_functions
-from echelon.foresight.record.callers import LOADING
-from echelon.foresight.record.log import Log
-from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.log.callers import LOADING
+from echelon.foresight.record.log.log import Log
+from echelon.foresight.record.log.memory import Memory
 from echelon.foresight.trace import Copy, HostKernel, HostWait, Kernel
 
 COPIES = frozenset({"copy_", "_foreach_copy_"})

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from echelon._torch_private.autograd import is_in_backward
-from echelon.foresight.record.callers import is_checkpointed
+from echelon.foresight.record.log.callers import is_checkpointed
 from echelon.foresight.trace import Phase
 
 

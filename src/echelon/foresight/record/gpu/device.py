@@ -19,13 +19,13 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, default_device_of, known_value, real_tensors, set_known_value
-from echelon.foresight.record.callers import asked_by_program
+from echelon.foresight.record.gpu.nested import attention_of_nested
+from echelon.foresight.record.gpu.recurrent import GATES, pack_padded, pad_packed, recurrent, with_batch_sizes
+from echelon.foresight.record.gpu.signals import inverse_transform
 from echelon.foresight.record.here import recording_here
-from echelon.foresight.record.nested import attention_of_nested
-from echelon.foresight.record.placement import FACTORIES, HOST, MOVES, is_gpu, is_host
-from echelon.foresight.record.recurrent import GATES, pack_padded, pad_packed, recurrent, with_batch_sizes
+from echelon.foresight.record.log.callers import asked_by_program
+from echelon.foresight.record.log.placement import FACTORIES, HOST, MOVES, is_gpu, is_host
 from echelon.foresight.record.refusals import unknown_result
-from echelon.foresight.record.signals import inverse_transform
 from echelon.foresight.record.writer import writer
 from echelon.foresight.trace import HostWait
 from echelon.wording import counted

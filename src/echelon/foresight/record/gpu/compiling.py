@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.modules import compiled_by
 from echelon._torch_private.tensors import FakeTensor, tree_map, without_modes
-from echelon.foresight.record.device import mapped
+from echelon.foresight.record.gpu.device import mapped
 from echelon.foresight.record.here import Recording, in_place_of, in_ranks, recording_here
 from echelon.foresight.record.writer import nothing, skip
 from echelon.replacements import Replacement

@@ -20,9 +20,9 @@ from typing import Any
 
 from echelon.call_site import calling_place, is_foreign, is_own, place_of_thread, source_line, source_of
 from echelon.errors import DeadlockError, UnsupportedOp
-from echelon.foresight.record.callers import is_of_torch
 from echelon.foresight.record.here import Recording, recording_here
-from echelon.foresight.record.thread_tensors import OfThread
+from echelon.foresight.record.log.callers import is_of_torch
+from echelon.foresight.record.ranks.thread_tensors import OfThread
 from echelon.foresight.record.writer import in_writers, writer
 from echelon.replacements import Replacement
 from echelon.simulation.scheduler import raise_in

@@ -17,9 +17,9 @@ from echelon._torch_private.autograd import accumulated_leaf
 from echelon._torch_private.distributed import modules_of_parameters
 from echelon._torch_private.tensors import has_symbols, tree_map
 from echelon.call_site import OF_FSDP2, kind_of
-from echelon.foresight.record.log import Log
-from echelon.foresight.record.memory import Memory
-from echelon.foresight.record.placement import Placement
+from echelon.foresight.record.log.log import Log
+from echelon.foresight.record.log.memory import Memory
+from echelon.foresight.record.log.placement import Placement
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 """Names under which wrappers hold their module."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from echelon._torch_private.tensors import FakeTensor, real_tensors
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record import streams
-from echelon.foresight.record.callers import asked_by_program
-from echelon.foresight.record.device import check_gpu, mapped
+from echelon.foresight.record.gpu import streams
+from echelon.foresight.record.gpu.device import check_gpu, mapped
 from echelon.foresight.record.here import Recording, recording_here
+from echelon.foresight.record.log.callers import asked_by_program
 from echelon.foresight.record.writer import writer
 
 

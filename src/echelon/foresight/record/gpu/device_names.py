@@ -40,14 +40,14 @@ from echelon._torch_private.tensors import (
     tree_map,
 )
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record.autocast import autocast_as_on_gpu
-from echelon.foresight.record.callers import asked_by_program
-from echelon.foresight.record.copies import Copies
-from echelon.foresight.record.device import OnDevice, OnHost, attention, device_said, mapped
-from echelon.foresight.record.fused import fused_as_on_gpu
-from echelon.foresight.record.gpu_names import Gpu, gpu_names, set_device
+from echelon.foresight.record.gpu.autocast import autocast_as_on_gpu
+from echelon.foresight.record.gpu.device import OnDevice, OnHost, attention, device_said, mapped
+from echelon.foresight.record.gpu.fused import fused_as_on_gpu
+from echelon.foresight.record.gpu.gpu_names import Gpu, gpu_names, set_device
 from echelon.foresight.record.here import Recording, in_ranks, recording_here
-from echelon.foresight.record.placement import is_gpu
+from echelon.foresight.record.log.callers import asked_by_program
+from echelon.foresight.record.log.copies import Copies
+from echelon.foresight.record.log.placement import is_gpu
 from echelon.foresight.record.writer import writer
 from echelon.replacements import Replacement, replaced, replaced_in
 

@@ -15,8 +15,8 @@ import torch
 from echelon._torch_private.autograd import is_in_backward
 from echelon._torch_private.tensors import FakeTensor, local_part, storage_address, without_functions
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record.callers import REPLICAS, calling_file
-from echelon.foresight.record.log import Log
+from echelon.foresight.record.log.callers import REPLICAS, calling_file
+from echelon.foresight.record.log.log import Log
 from echelon.foresight.trace import Allocate, Entry, Free, MemoryKind
 
 _BETWEEN = tuple(os.path.join("torch", *parts) for parts in (("_ops.py",), ("storage.py",), ("_tensor.py",)))

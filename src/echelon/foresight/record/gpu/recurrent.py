@@ -20,7 +20,7 @@ from torch import Tensor
 from echelon._torch_private.modules import precision_of
 from echelon._torch_private.tensors import FakeTensor, real_tensors, without_functions
 from echelon.foresight.record.here import Recording, name_of, recording_here
-from echelon.foresight.record.placement import GPU
+from echelon.foresight.record.log.placement import GPU
 from echelon.foresight.trace import TF32, Kind
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}

@@ -15,10 +15,10 @@ from echelon._torch_private.tensors import FakeTensor, real_tensors, tree_leaves
 from echelon.checkpoint.saving import Handle
 from echelon.checkpoint.store import Store
 from echelon.errors import UnsupportedOp
-from echelon.foresight.record.device import mapped
+from echelon.foresight.record.gpu.device import mapped
 from echelon.foresight.record.here import Recording
-from echelon.foresight.record.overlay import Scratch
-from echelon.foresight.record.placement import is_gpu
+from echelon.foresight.record.log.overlay import Scratch
+from echelon.foresight.record.log.placement import is_gpu
 from echelon.foresight.record.writer import in_writers, nothing, skip, unrecorded, with_new
 from echelon.replacements import Replacement
 

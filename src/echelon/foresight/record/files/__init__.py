@@ -1,0 +1,1 @@
+"""Files of a recorded program, which are not written where it says."""

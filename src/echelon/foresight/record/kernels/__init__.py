@@ -1,0 +1,1 @@
+"""Operators of torch as kernels of a GPU: their kinds, FLOPs, bytes and memory."""

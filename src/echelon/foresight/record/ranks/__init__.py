@@ -1,0 +1,1 @@
+"""Ranks that are recorded, their threads, and their communication."""
