@@ -26,8 +26,8 @@ from harness import gloo, options_of, print_environment, print_head, print_row
 from torch import Tensor, nn
 
 import echelon
-from echelon.checkpoint.loading import open_checkpoint
-from echelon.checkpoint.saving import Saver
+from echelon.checkpoint.ranks.loading import open_checkpoint
+from echelon.checkpoint.ranks.saving import Saver
 from echelon.checkpoint.state import Piece, Spec, State, Wanted
 
 WIDTH = 2048

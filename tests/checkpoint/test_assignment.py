@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.checkpoint.assignment import assign
-from echelon.checkpoint.layout import DTYPES, Entry, Part
-from echelon.checkpoint.manifest import BLOCK, Manifest, StoredFile, Tensors, content_of, decode, encode
+from echelon.checkpoint.files.layout import DTYPES, Entry, Part
+from echelon.checkpoint.files.manifest import BLOCK, Manifest, StoredFile, Tensors, content_of, decode, encode
+from echelon.checkpoint.ranks.assignment import assign
 from echelon.errors import CheckpointError
 
 _SIZES = st.one_of(st.integers(0, 5), st.integers(100, 3000))

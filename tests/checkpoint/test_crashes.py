@@ -5,9 +5,9 @@ import warnings
 import pytest
 
 import echelon
-from echelon.checkpoint.claim import remove
-from echelon.checkpoint.folder import Folder
-from echelon.checkpoint.saving import Saver
+from echelon.checkpoint.files.claim import remove
+from echelon.checkpoint.files.folder import Folder
+from echelon.checkpoint.ranks.saving import Saver
 from tests.helpers.checkpoints import load, same, state_of, tensors_of
 from tests.helpers.crashing_disk import CrashingDisk
 

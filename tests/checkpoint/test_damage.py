@@ -11,10 +11,10 @@ import torch
 
 import echelon
 from echelon.checkpoint import Store
-from echelon.checkpoint.folder import Folder
-from echelon.checkpoint.loading import open_checkpoint
-from echelon.checkpoint.manifest import BLOCK, MAX_MANIFEST, NAME
-from echelon.checkpoint.saving import Saver
+from echelon.checkpoint.files.folder import Folder
+from echelon.checkpoint.files.manifest import BLOCK, MAX_MANIFEST, NAME
+from echelon.checkpoint.ranks.loading import open_checkpoint
+from echelon.checkpoint.ranks.saving import Saver
 from echelon.checkpoint.state import Wanted
 from echelon.errors import CheckpointError
 from tests.helpers.checkpoints import load, loaded, same, state_of, tensors_of

@@ -9,7 +9,7 @@ from torch import nn
 import echelon
 from echelon.checkpoint import Store
 from echelon.checkpoint.hugging_face import export_hf
-from echelon.checkpoint.loading import open_checkpoint
+from echelon.checkpoint.ranks.loading import open_checkpoint
 from echelon.cli import main
 from echelon.pipeline import Pipeline
 from tests.helpers.models import fill

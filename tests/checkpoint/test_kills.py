@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.checkpoint.claim import claim
-from echelon.checkpoint.folder import Folder
-from echelon.checkpoint.fs import Disk
-from echelon.checkpoint.lock import FileLock, is_alive
-from echelon.checkpoint.priority import restore
-from echelon.checkpoint.saving import Saver
+from echelon.checkpoint.files.claim import claim
+from echelon.checkpoint.files.folder import Folder
+from echelon.checkpoint.files.fs import Disk
+from echelon.checkpoint.files.lock import FileLock, is_alive
+from echelon.checkpoint.files.priority import restore
+from echelon.checkpoint.ranks.saving import Saver
 from echelon.errors import CheckpointError
 from echelon.group.group import ProcessGroup
 from tests.helpers.checkpoints import load, same, state_of, tensors_of
@@ -180,7 +180,7 @@ def test_a_writer_that_is_killed_fails_the_save_on_all_ranks(tmp_path):
 
 
 def test_a_writer_imports_no_torch():
-    code = "import sys, echelon.checkpoint.writer; print(*sys.modules)"
+    code = "import sys, echelon.checkpoint.ranks.writer; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert not {"torch", "numpy", "typer"} & set(ended.stdout.split())
 

@@ -16,11 +16,11 @@ import safetensors.torch
 import torch
 
 import echelon
-from echelon.checkpoint import background
-from echelon.checkpoint.folder import Folder
-from echelon.checkpoint.fs import Disk, Output
-from echelon.checkpoint.loading import open_checkpoint
-from echelon.checkpoint.saving import Saver
+from echelon.checkpoint.files.folder import Folder
+from echelon.checkpoint.files.fs import Disk, Output
+from echelon.checkpoint.ranks import background
+from echelon.checkpoint.ranks.loading import open_checkpoint
+from echelon.checkpoint.ranks.saving import Saver
 from echelon.checkpoint.state import Piece, Spec, State, Wanted
 from echelon.errors import CheckpointError, FileError, InvalidArgument, SizeMismatch, UnsupportedOp
 from tests.helpers.checkpoints import DTYPES, load, loaded, same, state_of, tensors_of
@@ -430,7 +430,7 @@ def test_a_folder_without_rights(tmp_path):
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 NO_SPACE = """
 import subprocess, sys, torch
-from echelon.checkpoint.saving import Saver
+from echelon.checkpoint.ranks.saving import Saver
 from echelon.errors import FileError
 from tests.helpers.checkpoints import load, state_of
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", sys.argv[1]], check=True)
@@ -472,7 +472,7 @@ def test_dtypes_of_torch_that_no_checkpoint_holds():
 
 
 def _is_stored(dtype):
-    from echelon.checkpoint.image import entry_of
+    from echelon.checkpoint.ranks.image import entry_of
 
     try:
         return entry_of("a", Spec((), dtype)).dtype == str(dtype)[6:]

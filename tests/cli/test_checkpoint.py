@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from echelon.checkpoint.saving import Saver
+from echelon.checkpoint.ranks.saving import Saver
 from echelon.cli import main
 from tests.helpers.checkpoints import state_of
 from tests.helpers.commands import imported_by, printed, refusal

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.checkpoint.loading import open_checkpoint
+from echelon.checkpoint.ranks.loading import open_checkpoint
 from echelon.checkpoint.state import Wanted
 from tests.helpers.examples import EXAMPLES, elastic_train_as_rank
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from echelon.checkpoint.loading import open_checkpoint
+from echelon.checkpoint.ranks.loading import open_checkpoint
 from echelon.checkpoint.state import Piece, Spec, State, Wanted
 
 DTYPES = [

@@ -7,7 +7,7 @@ import errno
 import os
 import random
 
-from echelon.checkpoint.fs import FileSystem, Input, Output, exchange_by_renames
+from echelon.checkpoint.files.fs import FileSystem, Input, Output, exchange_by_renames
 
 _SECTOR = 512
 

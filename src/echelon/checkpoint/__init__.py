@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from echelon.arguments import no_attribute
 
 if TYPE_CHECKING:
-    from echelon.checkpoint.encoding import PerRank
-    from echelon.checkpoint.saving import Handle
+    from echelon.checkpoint.objects.encoding import PerRank
+    from echelon.checkpoint.ranks.saving import Handle
     from echelon.checkpoint.store import Store
 
 _WHERE = {
-    "Handle": "echelon.checkpoint.saving",
-    "PerRank": "echelon.checkpoint.encoding",
+    "Handle": "echelon.checkpoint.ranks.saving",
+    "PerRank": "echelon.checkpoint.objects.encoding",
     "Store": "echelon.checkpoint.store",
 }
 

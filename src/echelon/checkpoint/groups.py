@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.backends.work import DEFAULT_TIMEOUT
-from echelon.checkpoint.model import wrapped_by
+from echelon.checkpoint.objects.model import wrapped_by
 from echelon.data_parallel.zero import ZeroOptimizer
 from echelon.errors import InvalidArgument
 from echelon.group.group import JsonLike, ProcessGroup, context_of

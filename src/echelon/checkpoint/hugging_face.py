@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from echelon.arguments import reading, writing
-from echelon.checkpoint.encoding import decode, tensor_names
-from echelon.checkpoint.image import bytes_of, dtype_of, entry_of
-from echelon.checkpoint.layout import Entry, Part, layout_file
-from echelon.checkpoint.loading import Checkpoint
+from echelon.checkpoint.files.layout import Entry, Part, layout_file
+from echelon.checkpoint.objects.encoding import decode, tensor_names
+from echelon.checkpoint.ranks.image import bytes_of, dtype_of, entry_of
+from echelon.checkpoint.ranks.loading import Checkpoint
 from echelon.checkpoint.state import Json, Wanted
 from echelon.errors import FileError, InvalidArgument
 

@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Never, NoReturn
 
 from echelon.arguments import check_path, is_count, named, no_attribute, refuse_others
-from echelon.checkpoint.collect import Objects, collect
-from echelon.checkpoint.folder import Folder, how_to_go_back
+from echelon.checkpoint.files.folder import Folder, how_to_go_back
 from echelon.checkpoint.groups import group_of
-from echelon.checkpoint.loading import open_checkpoint
-from echelon.checkpoint.model import wrapped_by
-from echelon.checkpoint.restore import restore
-from echelon.checkpoint.saving import Handle, Saver
-from echelon.checkpoint.together import rank_of
+from echelon.checkpoint.objects.collect import Objects, collect
+from echelon.checkpoint.objects.model import wrapped_by
+from echelon.checkpoint.objects.restore import restore
+from echelon.checkpoint.ranks.loading import open_checkpoint
+from echelon.checkpoint.ranks.saving import Handle, Saver
+from echelon.checkpoint.ranks.together import rank_of
 from echelon.errors import CheckpointError, FileError, InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch.environment import is_rank

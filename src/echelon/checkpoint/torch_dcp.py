@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from echelon.arguments import reading, writing
-from echelon.checkpoint.contents import Contents, contents_of
-from echelon.checkpoint.encoding import Encoded, decode, encode, tensor_names
 from echelon.checkpoint.hugging_face import make_empty_folder, read_all
-from echelon.checkpoint.loading import Checkpoint
-from echelon.checkpoint.model import spec_of
-from echelon.checkpoint.optimizer import saved_states
+from echelon.checkpoint.objects.contents import Contents, contents_of
+from echelon.checkpoint.objects.encoding import Encoded, decode, encode, tensor_names
+from echelon.checkpoint.objects.model import spec_of
+from echelon.checkpoint.objects.optimizer import saved_states
+from echelon.checkpoint.ranks.loading import Checkpoint
 from echelon.checkpoint.state import Json, Piece, State
 from echelon.errors import FileError
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from echelon.checkpoint.claim import remove as remove_steps
-from echelon.checkpoint.folder import Folder, Found
+from echelon.checkpoint.files.claim import remove as remove_steps
+from echelon.checkpoint.files.folder import Folder, Found
 from echelon.cli.options import Json
 from echelon.cli.output import print_table, rich_console, to_json, working, write
 from echelon.errors import CheckpointError, FileError, InvalidArgument
@@ -108,7 +108,7 @@ def export(
     """Writes the newest checkpoint, or that of a step, in another format."""
     # Late: they import torch, which takes seconds that `--help` need not wait.
     from echelon.checkpoint.hugging_face import export_hf
-    from echelon.checkpoint.loading import open_checkpoint
+    from echelon.checkpoint.ranks.loading import open_checkpoint
     from echelon.checkpoint.torch_dcp import export_dcp
 
     if (hf is None) == (dcp is None):
@@ -134,7 +134,7 @@ def import_(
 
     Its metadata is a pickle, which can run any code when it is read: import only folders that you trust.
     """
-    from echelon.checkpoint.saving import Saver
+    from echelon.checkpoint.ranks.saving import Saver
     from echelon.checkpoint.torch_dcp import check_dcp, import_dcp
 
     check_dcp(dcp)

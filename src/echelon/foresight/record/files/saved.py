@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon._torch_private.tensors import FakeTensor, real_tensors, tree_leaves
-from echelon.checkpoint.saving import Handle
+from echelon.checkpoint.ranks.saving import Handle
 from echelon.checkpoint.store import Store
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.gpu.device import mapped

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.blocks import RING
-from echelon.checkpoint.layout import DTYPES, Entry, FileLayout, Part
-from echelon.checkpoint.manifest import BLOCK
+from echelon.checkpoint.files.blocks import RING
+from echelon.checkpoint.files.layout import DTYPES, Entry, FileLayout, Part
+from echelon.checkpoint.files.manifest import BLOCK
 from echelon.checkpoint.state import Piece, Spec
 from echelon.errors import UnsupportedOp
 

@@ -6,13 +6,13 @@ import hashlib
 import json
 from typing import Any, NamedTuple
 
-from echelon.checkpoint.assignment import assign
-from echelon.checkpoint.image import Copy, copies_of, entry_of
-from echelon.checkpoint.layout import Entry, Part
-from echelon.checkpoint.manifest import Tensors
+from echelon.checkpoint.files.layout import Entry, Part
+from echelon.checkpoint.files.manifest import Tensors
+from echelon.checkpoint.ranks.assignment import assign
+from echelon.checkpoint.ranks.image import Copy, copies_of, entry_of
+from echelon.checkpoint.ranks.together import gather, raise_first, rank_of
+from echelon.checkpoint.ranks.writer import failure
 from echelon.checkpoint.state import State
-from echelon.checkpoint.together import gather, raise_first, rank_of
-from echelon.checkpoint.writer import failure
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group import ProcessGroup
 

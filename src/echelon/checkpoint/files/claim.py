@@ -15,11 +15,11 @@ import os
 import signal
 from collections.abc import Sequence
 
-from echelon.checkpoint.commit import bring_back, clear, is_records, prepare, remove_step, set_aside
-from echelon.checkpoint.folder import Folder, failed_to
-from echelon.checkpoint.fs import FileSystem
-from echelon.checkpoint.lock import FileLock, holder_of, is_alive, is_held, wait_until, who_holds
-from echelon.checkpoint.priority import restore
+from echelon.checkpoint.files.commit import bring_back, clear, is_records, prepare, remove_step, set_aside
+from echelon.checkpoint.files.folder import Folder, failed_to
+from echelon.checkpoint.files.fs import FileSystem
+from echelon.checkpoint.files.lock import FileLock, holder_of, is_alive, is_held, wait_until, who_holds
+from echelon.checkpoint.files.priority import restore
 from echelon.errors import CheckpointError, FileError
 
 PATIENCE = 60.0

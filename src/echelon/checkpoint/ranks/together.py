@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from echelon.checkpoint.folder import failed_to
-from echelon.checkpoint.writer import failure
+from echelon.checkpoint.files.folder import failed_to
+from echelon.checkpoint.ranks.writer import failure
 from echelon.errors import CheckpointError, EchelonError, FileError, InvalidArgument
 from echelon.group import ProcessGroup
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from echelon.arguments import check_path, is_count, shown
-from echelon.checkpoint.blocks import Read
-from echelon.checkpoint.claim import settle_before_reading
-from echelon.checkpoint.folder import Folder, failed_to, step_name
-from echelon.checkpoint.fs import FileSystem
-from echelon.checkpoint.image import bytes_of, dtype_of
-from echelon.checkpoint.layout import Part
-from echelon.checkpoint.manifest import Manifest, file_name
+from echelon.checkpoint.files.blocks import Read
+from echelon.checkpoint.files.claim import settle_before_reading
+from echelon.checkpoint.files.folder import Folder, failed_to, step_name
+from echelon.checkpoint.files.fs import FileSystem
+from echelon.checkpoint.files.layout import Part
+from echelon.checkpoint.files.manifest import Manifest, file_name
+from echelon.checkpoint.ranks.image import bytes_of, dtype_of
+from echelon.checkpoint.ranks.together import gather, rank_of, together
 from echelon.checkpoint.state import Spec, Wanted
-from echelon.checkpoint.together import gather, rank_of, together
 from echelon.errors import CheckpointError, InvalidArgument, SizeMismatch
 from echelon.group import ProcessGroup
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn, optim
 
 from echelon.arguments import named
-from echelon.checkpoint.encoding import Encoded, PerRank, Sample, checksum, encode, joined, samples
-from echelon.checkpoint.model import Coordinates, ModelTensors, is_sharded, ranges_of, spec_of, tensors_of
-from echelon.checkpoint.optimizer import OptimizerState, check_optimizer, kind_of, state_of
-from echelon.checkpoint.param_groups import ParamGroup, merge
-from echelon.checkpoint.random_states import process_state, states_of
+from echelon.checkpoint.objects.encoding import Encoded, PerRank, Sample, checksum, encode, joined, samples
+from echelon.checkpoint.objects.model import Coordinates, ModelTensors, is_sharded, ranges_of, spec_of, tensors_of
+from echelon.checkpoint.objects.optimizer import OptimizerState, check_optimizer, kind_of, state_of
+from echelon.checkpoint.objects.param_groups import ParamGroup, merge
+from echelon.checkpoint.objects.random_states import process_state, states_of
+from echelon.checkpoint.ranks.together import gather, rank_of
 from echelon.checkpoint.state import Json, Piece, Spec, State
-from echelon.checkpoint.together import gather, rank_of
 from echelon.data import DataLoader, DistributedSampler
 from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup

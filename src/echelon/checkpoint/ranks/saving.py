@@ -16,19 +16,19 @@ from importlib.metadata import version
 from typing import Any
 
 from echelon.arguments import check_path, is_count, shown
-from echelon.checkpoint.background import BackgroundWriter, SharedBuffer
-from echelon.checkpoint.blocks import write_file
-from echelon.checkpoint.claim import claim
-from echelon.checkpoint.commit import clear, commit, draft_of, record_of, remove_draft, remove_old, writers_of
-from echelon.checkpoint.folder import Folder, failed_to, how_to_go_back
-from echelon.checkpoint.fs import Disk, FileSystem
-from echelon.checkpoint.image import blocks, fill
-from echelon.checkpoint.lock import FileLock, is_held
-from echelon.checkpoint.manifest import FORMAT, Manifest, StoredFile, content_of, encode, file_name
-from echelon.checkpoint.plan import Plan, agree
+from echelon.checkpoint.files.blocks import write_file
+from echelon.checkpoint.files.claim import claim
+from echelon.checkpoint.files.commit import clear, commit, draft_of, record_of, remove_draft, remove_old, writers_of
+from echelon.checkpoint.files.folder import Folder, failed_to, how_to_go_back
+from echelon.checkpoint.files.fs import Disk, FileSystem
+from echelon.checkpoint.files.lock import FileLock, is_held
+from echelon.checkpoint.files.manifest import FORMAT, Manifest, StoredFile, content_of, encode, file_name
+from echelon.checkpoint.ranks.background import BackgroundWriter, SharedBuffer
+from echelon.checkpoint.ranks.image import blocks, fill
+from echelon.checkpoint.ranks.plan import Plan, agree
+from echelon.checkpoint.ranks.together import gather, raise_first, rank_of, together
+from echelon.checkpoint.ranks.writer import failure
 from echelon.checkpoint.state import Json, State
-from echelon.checkpoint.together import gather, raise_first, rank_of, together
-from echelon.checkpoint.writer import failure
 from echelon.errors import CheckpointError, EchelonError, FileError, InvalidArgument
 from echelon.group import ProcessGroup
 from echelon.launch.report import note_checkpoint

@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple
 
-from echelon.checkpoint.fs import FileSystem, Input
-from echelon.checkpoint.layout import FileLayout
-from echelon.checkpoint.manifest import BLOCK, StoredFile, file_name
+from echelon.checkpoint.files.fs import FileSystem, Input
+from echelon.checkpoint.files.layout import FileLayout
+from echelon.checkpoint.files.manifest import BLOCK, StoredFile, file_name
 from echelon.errors import CheckpointError
 
 RING = 3

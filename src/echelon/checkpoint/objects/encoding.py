@@ -21,7 +21,7 @@ from torch import Tensor
 
 from echelon.arguments import named
 from echelon.backends.admission import check_values
-from echelon.checkpoint.layout import free_name
+from echelon.checkpoint.files.layout import free_name
 from echelon.checkpoint.state import Json
 from echelon.errors import InvalidArgument
 

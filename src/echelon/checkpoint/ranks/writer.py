@@ -13,13 +13,13 @@ import os
 import sys
 from typing import Any
 
-from echelon.checkpoint.blocks import cut, write_file
-from echelon.checkpoint.commit import commit, draft_of, record_of, remove_draft, remove_old, writers_of
-from echelon.checkpoint.folder import failed_to
-from echelon.checkpoint.fs import Disk
-from echelon.checkpoint.lock import note, noted, wait_for_end, who_holds
-from echelon.checkpoint.manifest import encode, file_name
-from echelon.checkpoint.priority import lower
+from echelon.checkpoint.files.blocks import cut, write_file
+from echelon.checkpoint.files.commit import commit, draft_of, record_of, remove_draft, remove_old, writers_of
+from echelon.checkpoint.files.folder import failed_to
+from echelon.checkpoint.files.fs import Disk
+from echelon.checkpoint.files.lock import note, noted, wait_for_end, who_holds
+from echelon.checkpoint.files.manifest import encode, file_name
+from echelon.checkpoint.files.priority import lower
 from echelon.errors import CheckpointError, EchelonError, FileError, InvalidArgument, summarize
 from echelon.launch.report import note_checkpoint
 

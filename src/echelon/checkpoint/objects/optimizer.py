@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from echelon.arguments import named
-from echelon.checkpoint.encoding import Encoded, decode, encode, joined
-from echelon.checkpoint.model import is_sharded, ranges_of, spec_of
-from echelon.checkpoint.param_groups import ParamGroup
+from echelon.checkpoint.objects.encoding import Encoded, decode, encode, joined
+from echelon.checkpoint.objects.model import is_sharded, ranges_of, spec_of
+from echelon.checkpoint.objects.param_groups import ParamGroup
 from echelon.checkpoint.state import Json, Piece, Spec
 from echelon.data_parallel.zero import ZeroOptimizer, gather_state, in_memory_order
 from echelon.errors import InvalidArgument

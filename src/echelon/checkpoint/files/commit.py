@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 
-from echelon.checkpoint.folder import Folder, failed_to, step_name
-from echelon.checkpoint.fs import ASIDE, FileSystem
-from echelon.checkpoint.manifest import NAME, decode, file_name
+from echelon.checkpoint.files.folder import Folder, failed_to, step_name
+from echelon.checkpoint.files.fs import ASIDE, FileSystem
+from echelon.checkpoint.files.manifest import NAME, decode, file_name
 from echelon.errors import CheckpointError
 
 _LEFTOVER = re.compile(r"\.step-(\d{8,18})\.[0-9a-f]{16}(\.old|\.writers)?")

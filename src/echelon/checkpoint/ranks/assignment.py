@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from echelon.checkpoint.layout import Entry, Part
+from echelon.checkpoint.files.layout import Entry, Part
 from echelon.errors import CheckpointError
 
 _WHOLE = 64 << 10

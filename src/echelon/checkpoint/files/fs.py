@@ -10,7 +10,7 @@ import stat
 from abc import ABC, abstractmethod
 from typing import final
 
-from echelon.checkpoint.lock import FileLock
+from echelon.checkpoint.files.lock import FileLock
 
 ASIDE = ".old"
 """Ends the name under which a folder waits while names are exchanged by renames."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from echelon.checkpoint.layout import DTYPES, Entry, FileLayout, Part, layout_file
+from echelon.checkpoint.files.layout import DTYPES, Entry, FileLayout, Part, layout_file
 from echelon.errors import CheckpointError
 
 FORMAT = 1

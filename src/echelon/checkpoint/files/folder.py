@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from echelon.checkpoint.blocks import CheckedFile, read_file
-from echelon.checkpoint.fs import Disk, FileSystem
-from echelon.checkpoint.manifest import MAX_MANIFEST, NAME, Manifest, decode, file_name, is_newer
+from echelon.checkpoint.files.blocks import CheckedFile, read_file
+from echelon.checkpoint.files.fs import Disk, FileSystem
+from echelon.checkpoint.files.manifest import MAX_MANIFEST, NAME, Manifest, decode, file_name, is_newer
 from echelon.errors import CheckpointError, FileError, InvalidArgument
 
 SIZE_LIMIT = "raise this process's limit on the size of a file, which `ulimit -f` shows"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.folder import SIZE_LIMIT
-from echelon.checkpoint.lock import FileLock, name_of, note, noted
-from echelon.checkpoint.priority import restore
+from echelon.checkpoint.files.folder import SIZE_LIMIT
+from echelon.checkpoint.files.lock import FileLock, name_of, note, noted
+from echelon.checkpoint.files.priority import restore
 from echelon.errors import FileError
 
 _LOOK = 0.2
@@ -77,8 +77,10 @@ class BackgroundWriter:
         note(self._job, job)
         files = (memory, record.fileno, self._job)
         # Not "-m": the writer finds the package where this process did. -I and -S: no module of the user's is imported.
-        root = str(Path(__file__).parents[2])
-        code = f"import sys; sys.path.insert(0, {root!r}); from echelon.checkpoint.writer import main; main{files!r}"
+        root = str(Path(__file__).parents[3])
+        code = (
+            f"import sys; sys.path.insert(0, {root!r}); from echelon.checkpoint.ranks.writer import main; main{files!r}"
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code],
             stdin=subprocess.PIPE,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.checkpoint.model import Coordinates
-from echelon.checkpoint.param_groups import ParamGroup
+from echelon.checkpoint.objects.model import Coordinates
+from echelon.checkpoint.objects.param_groups import ParamGroup
 from echelon.checkpoint.state import Json
 from echelon.data_parallel.reducer import Learned
 from echelon.errors import CheckpointError

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from echelon.arguments import choices
-from echelon.checkpoint.collect import TAKEN, Objects, describe_or_fail
-from echelon.checkpoint.contents import Contents, Progress, contents_of
-from echelon.checkpoint.encoding import decode, tensor_names
-from echelon.checkpoint.loading import Checkpoint
-from echelon.checkpoint.model import Coordinates, ModelTensors, ranges_of, tensors_of
-from echelon.checkpoint.optimizer import Target, groups_of, is_cut, kind_of, restored, saved_states
-from echelon.checkpoint.param_groups import ParamGroup, match, merge
-from echelon.checkpoint.random_states import set_process_state, set_states
+from echelon.checkpoint.objects.collect import TAKEN, Objects, describe_or_fail
+from echelon.checkpoint.objects.contents import Contents, Progress, contents_of
+from echelon.checkpoint.objects.encoding import decode, tensor_names
+from echelon.checkpoint.objects.model import Coordinates, ModelTensors, ranges_of, tensors_of
+from echelon.checkpoint.objects.optimizer import Target, groups_of, is_cut, kind_of, restored, saved_states
+from echelon.checkpoint.objects.param_groups import ParamGroup, match, merge
+from echelon.checkpoint.objects.random_states import set_process_state, set_states
+from echelon.checkpoint.ranks.loading import Checkpoint
+from echelon.checkpoint.ranks.together import rank_of, together
 from echelon.checkpoint.state import Json, Spec, Wanted
-from echelon.checkpoint.together import rank_of, together
 from echelon.data_parallel.zero import ZeroOptimizer
 from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup

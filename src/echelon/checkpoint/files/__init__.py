@@ -1,0 +1,1 @@
+"""Folders of checkpoints: files whose every byte is checked, and the rename that completes one."""
