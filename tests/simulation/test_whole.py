@@ -3,6 +3,7 @@
 import gc
 import re
 import tracemalloc
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import echelon
 from echelon.errors import LaunchError
 from echelon.simulation.meeting import Meeting
+from echelon.simulation.world import World
 from tests.helpers.reductions import digests
 
 WAYS = ("whole", "messages")
@@ -427,19 +429,31 @@ def test_nothing_is_left_after_fifty_simulations(way):
         gc.enable()
 
 
-def test_a_collective_goes_with_its_last_result():
-    """Without the collector of garbage."""
+@contextmanager
+def gone_without_the_collector(kind):
+    """Inside, as many objects of a class come as go, without the collector of garbage."""
 
-    def meetings():  # earlier tests may hold some, by the traceback of an error
-        return [each for each in gc.get_objects() if type(each) is Meeting]
+    def present():  # earlier tests may hold some, by the traceback of an error
+        return sum(type(each) is kind for each in gc.get_objects())
 
     gc.disable()
     try:
-        before = meetings()
-        echelon.simulate(lambda group: group.all_gather(torch.ones(8)), 3)
-        assert len(meetings()) == len(before)
+        before = present()
+        yield
+        assert present() == before
     finally:
         gc.enable()
+
+
+def test_a_collective_goes_with_its_last_result():
+    with gone_without_the_collector(Meeting):
+        echelon.simulate(lambda group: group.all_gather(torch.ones(8)), 3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_simulation_goes_with_its_result(way):
+    with gone_without_the_collector(World):
+        echelon.simulate(train_like_fsdp, 4, (4096,), network="10GbE", collectives=way)
 
 
 def test_a_rank_takes_little_memory_beside_its_tensors():

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -80,6 +81,8 @@ class TorchDistributed:
         self._asked: dict[int, str] = {}
         """Backend of the default group, as the program asked for it, by rank."""
         self._groups: dict[int, ProcessGroup] = {}
+        # No method: a cycle would keep every simulation until Python's collector runs.
+        self._backend_here = partial(_backend_of_rank, world, self._groups)
         self._stores = Stores(world, self._backend_here, have_all_ranks=backend is None)
         self._divisions: list[_Division] = []
         """Calls of `new_group` that every rank makes, as the first rank made them."""
@@ -251,10 +254,12 @@ class TorchDistributed:
     def _lanes_here(self) -> VirtualLanes | None:
         return self._backend_here().lanes if self._world.scheduler.is_running_here() else None
 
-    def _backend_here(self) -> VirtualBackend:
-        backend = self._here().backend
-        assert isinstance(backend, VirtualBackend)
-        return backend
+
+def _backend_of_rank(world: World, groups: Mapping[int, ProcessGroup]) -> VirtualBackend:
+    """Returns the backend of the calling rank."""
+    backend = groups[world.scheduler.current().rank].backend
+    assert isinstance(backend, VirtualBackend)
+    return backend
 
 
 def _check_backend(asked: str) -> None:
