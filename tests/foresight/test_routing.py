@@ -5,8 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, M2M100Config, M2M100Model
-from transformers.utils import import_utils
 
 from echelon import UnsupportedOp, foresee
 from echelon.foresight.record import routing
@@ -173,6 +171,8 @@ def test_layers_of_a_library_that_are_left_out_by_chance_stay():
     """The library makes the number where its models are, as far as a forecast knows."""
 
     def program():
+        from transformers import M2M100Config, M2M100Model
+
         sizes = {
             "encoder_ffn_dim": 32,
             "decoder_ffn_dim": 32,
@@ -297,6 +297,8 @@ def test_too_many_values_are_refused(monkeypatch):
 
 def llama(mask, **options):
     """Forward and backward of a small Llama, with a mask of ones or none."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).cuda().bfloat16()
     model.config.use_cache = options.get("cache", True)
@@ -312,6 +314,8 @@ def llama(mask, **options):
     [(False, {}), (True, {}), (False, {"cache": False}), (False, {"recompute": True}), (True, {"recompute": True})],
 )
 def test_a_mask_of_ones_is_left_out_as_in_a_run(mask, options):
+    from transformers.utils import import_utils  # as late as in other tests: it takes a second
+
     before = import_utils.is_fake_tensor
     seen = foresee(lambda: llama(mask, **options), 1)
     attention = {each.name for each in seen.traces[0].entries if isinstance(each, Kernel) and each.kind == "attention"}

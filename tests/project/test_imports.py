@@ -1,6 +1,7 @@
 """Imports go one way, and what is pure stays pure: read from the source, nothing is run."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,16 @@ def modules():
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-        found[name] = ast.parse(path.read_text())
+        found[name] = path.read_text()
     return found
 
 
 MODULES = modules()
+
+
+@cache
+def tree_of(module):
+    return ast.parse(MODULES[module])
 
 
 def imports(tree, *, late):
@@ -97,7 +103,7 @@ def layer_of(module):
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_go_one_way(module):
     for late in (False, True):
-        for name in imports(MODULES[module], late=late):
+        for name in imports(tree_of(module), late=late):
             imported = module_of(name)
             if imported is not None:
                 assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}, which is above it"
@@ -105,8 +111,8 @@ def test_imports_go_one_way(module):
 
 def test_no_file_imports_itself_by_way_of_others():
     graph = {
-        module: {module_of(name) for name in imports(tree, late=False)} - {None, module}
-        for module, tree in MODULES.items()
+        module: {module_of(name) for name in imports(tree_of(module), late=False)} - {None, module}
+        for module in MODULES
     }
     assert find_cycle(graph) == []
 
@@ -134,7 +140,7 @@ def test_commands_start_without_torch(module):
     """To import it takes seconds; the launcher of a job needs none of it."""
     reached, left = set(), [module]
     while left:
-        found = imports(MODULES[left.pop()], late=False)
+        found = imports(tree_of(left.pop()), late=False)
         assert not [name for name in found if name.split(".")[0] == "torch"], found
         new = {module_of(name) for name in found} - {None} - reached
         reached |= new
@@ -144,7 +150,7 @@ def test_commands_start_without_torch(module):
 def is_pure(module):
     """Whether the docstring of a module, or of a folder around it, ends with the word "Pure."."""
     while module:
-        if (ast.get_docstring(MODULES.get(module, ast.parse(""))) or "").endswith("Pure."):
+        if MODULES.get(module, "").removeprefix('"""').partition('"""')[0].rstrip().endswith("Pure."):
             return True
         module = module.rpartition(".")[0]
     return False
@@ -160,7 +166,7 @@ def test_what_plans_is_pure():
 
 @pytest.mark.parametrize("module", sorted(filter(is_pure, MODULES)))
 def test_what_is_pure_imports_only_what_is(module):
-    for name in imports(MODULES[module], late=False):
+    for name in imports(tree_of(module), late=False):
         assert name.split(".")[0] not in IMPURE, f"{module} is pure, and imports {name}"
         imported = module_of(name)
         if imported is not None:
