@@ -78,6 +78,16 @@ def test_narrow_uplinks_lengthen_a_step_between_hosts():
         wide.on(oversubscription=0.5)
 
 
+def test_other_hardware_has_the_hosts_of_a_fresh_forecast():
+    apart = echelon.foresee(gathered, 16, hosts=4)
+    own = echelon.Network(latency=1e-5, bandwidth=1e9, hosts=(10, 6))
+    assert apart.on(gpu="a100").cluster.hosts == (4, 4, 4, 4)
+    assert apart.on(hosts=2).on(gpu="a100").cluster.hosts == (8, 8)
+    fresh = echelon.foresee(gathered, 16)
+    assert fresh.on(network=own).cluster == echelon.foresee(gathered, 16, network=own).cluster
+    assert fresh.on(network=own).on(network="100GbE").cluster.hosts == (8, 8)
+
+
 def uneven():
     """Three rows on two ranks: the last rank has one row less."""
     device = programs.begin()
