@@ -11,7 +11,8 @@ from typing import Any
 from echelon.arguments import check_path, check_world_size, is_amount, is_count, refuse_others, shown, writing
 from echelon.errors import InvalidArgument, LaunchError
 from echelon.foresight.advice import Advice, advice_on
-from echelon.foresight.calibrate import load, this_machine
+from echelon.foresight.calibrate import this_machine
+from echelon.foresight.calibration_file import load
 from echelon.foresight.check import Problem, check
 from echelon.foresight.measure import measured
 from echelon.foresight.memory_curves import MemoryCurves
