@@ -373,12 +373,13 @@ def test_command(script, capfd, monkeypatch):
     assert before.remove is os.remove
 
 
-def test_an_unknown_gpu_is_refused_with_the_options():
+def test_an_unknown_gpu_is_refused_with_the_options(script):
     # Before torch is imported, which takes ten seconds on a busy machine.
     with pytest.raises(LaunchError, match="gpu='v100': use one of a100,"):
         ForeseeOptions("train.py", num_ranks=1, gpu="v100").check()
     ForeseeOptions("train.py", num_ranks=1, gpu="H200").check()
-    ForeseeOptions("train.py", num_ranks=1, gpu="mine.json").check()
+    with pytest.raises(LaunchError, match=r"gpu='mine\.json': No such file"):
+        ForeseeOptions("train.py", num_ranks=1, gpu="mine.json").check()
 
 
 def test_a_single_rank_is_foreseen_in_the_singular(script, monkeypatch):
