@@ -29,7 +29,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import echelon
 from echelon import Network
-from echelon.foresight.calibrate import calibrate, load, save
+from echelon.foresight.calibrate import calibrate
+from echelon.foresight.calibration_file import load, save
 from echelon.foresight.play.device import Device
 from echelon.pipeline import Pipeline
 

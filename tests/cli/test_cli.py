@@ -156,6 +156,18 @@ def test_ctrl_c_while_options_are_read_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "echelon: ended by SIGINT\n"
 
 
+def test_scripts_and_calibration_files_are_checked_before_torch_is_imported(monkeypatch, capsys, tmp_path):
+    # The functions that import it.
+    monkeypatch.setattr("echelon.cli.simulate._run", interrupted)
+    monkeypatch.setattr("echelon.cli.foresee._foresee", interrupted)
+    for command in ("simulate", "foresee"):
+        assert "is a folder" in refusal(capsys, command, "-n", "2", str(tmp_path))
+    (tmp_path / "train.py").touch()
+    (tmp_path / "bad.json").write_text("{}")
+    words = "-n", "2", "--gpu", str(tmp_path / "bad.json"), str(tmp_path / "train.py")
+    assert "bad.json: format is missing: make the file by" in refusal(capsys, "foresee", *words)
+
+
 def test_ctrl_c_while_simulate_imports_torch_imports_no_more_of_it(monkeypatch, capfd, tmp_path):
     (tmp_path / "train.py").touch()
     monkeypatch.setattr("echelon.cli.simulate._run", interrupted)

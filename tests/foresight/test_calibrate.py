@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import echelon
 from echelon.errors import LaunchError
-from echelon.foresight.calibrate import calibrate, load, save
+from echelon.foresight.calibrate import calibrate
+from echelon.foresight.calibration_file import load, save
 from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.trace import Kernel
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import echelon
 from echelon.errors import LaunchError
 from echelon.foresight import calibrate_gpu
-from echelon.foresight.calibrate import load, save
 from echelon.foresight.calibrate_gpu import ATTENTIONS, PRODUCTS, Facts, Times, fitted
+from echelon.foresight.calibration_file import load, save
 from echelon.foresight.play.device import attention_seconds, matmul_seconds
 from echelon.foresight.play.devices import DEVICES
 

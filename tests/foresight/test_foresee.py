@@ -78,6 +78,16 @@ def test_narrow_uplinks_lengthen_a_step_between_hosts():
         wide.on(oversubscription=0.5)
 
 
+def test_other_hardware_has_the_hosts_of_a_fresh_forecast():
+    apart = echelon.foresee(gathered, 16, hosts=4)
+    own = echelon.Network(latency=1e-5, bandwidth=1e9, hosts=(10, 6))
+    assert apart.on(gpu="a100").cluster.hosts == (4, 4, 4, 4)
+    assert apart.on(hosts=2).on(gpu="a100").cluster.hosts == (8, 8)
+    fresh = echelon.foresee(gathered, 16)
+    assert fresh.on(network=own).cluster == echelon.foresee(gathered, 16, network=own).cluster
+    assert fresh.on(network=own).on(network="100GbE").cluster.hosts == (8, 8)
+
+
 def uneven():
     """Three rows on two ranks: the last rank has one row less."""
     device = programs.begin()
@@ -363,12 +373,13 @@ def test_command(script, capfd, monkeypatch):
     assert before.remove is os.remove
 
 
-def test_an_unknown_gpu_is_refused_with_the_options():
+def test_an_unknown_gpu_is_refused_with_the_options(script):
     # Before torch is imported, which takes ten seconds on a busy machine.
     with pytest.raises(LaunchError, match="gpu='v100': use one of a100,"):
         ForeseeOptions("train.py", num_ranks=1, gpu="v100").check()
     ForeseeOptions("train.py", num_ranks=1, gpu="H200").check()
-    ForeseeOptions("train.py", num_ranks=1, gpu="mine.json").check()
+    with pytest.raises(LaunchError, match=r"gpu='mine\.json': No such file"):
+        ForeseeOptions("train.py", num_ranks=1, gpu="mine.json").check()
 
 
 def test_a_single_rank_is_foreseen_in_the_singular(script, monkeypatch):

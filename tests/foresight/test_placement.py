@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import foresee
-from echelon.foresight.trace import HostKernel
+from echelon.foresight.trace import HostKernel, Kernel
 from tests.foresight import programs
 
 WIDTH, BATCH = 64, 8
@@ -103,7 +103,9 @@ def counts_on_the_host(loss):
     ],
 )
 def test_programs_that_move_their_tensors_run(wrap, move_inputs):
-    assert foresee(train, 2, (wrap, move_inputs, True, counts_on_the_host)).step_seconds > 0
+    seen = foresee(train, 2, (wrap, move_inputs, True, counts_on_the_host))
+    assert seen.step_seconds > 0
+    assert not [each for each in seen.assumptions if "taken to be on the GPU" in each]
 
 
 @pytest.mark.parametrize(
@@ -268,3 +270,72 @@ def test_results_of_the_host_stay_there_where_no_line_is_known(mixes):
         return
     with pytest.raises(RuntimeError, match="a tensor of the CPU, made at an unknown line, and one of the GPU"):
         foresee(names["program"], 1)
+
+
+def linears():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH))
+
+
+def trains_on_host():
+    model = linears()
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        model(torch.ones(BATCH, WIDTH)).sum().backward()
+        optimizer.step()
+
+
+def test_a_module_that_is_called_with_tensors_of_the_host_computes_there():
+    seen = foresee(trains_on_host, 1)
+    assert seen.live_memory == (0,)
+    assert {type(each) for each in seen.traces[0].entries if hasattr(each, "phase")} == {HostKernel}
+    assert seen.host_memory[0] >= 4 * 4 * WIDTH * WIDTH
+
+
+def trains_both(is_foreach):
+    table, model = nn.Embedding(1000, WIDTH), linears().cuda()
+    parameters = [*table.parameters(), *model.parameters()]
+    optimizer = torch.optim.SGD(parameters, foreach=is_foreach)
+    while True:
+        model(table(torch.arange(BATCH)).cuda()).sum().backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_foreach", [None, True])
+def test_one_optimizer_updates_parameters_of_both(is_foreach):
+    entries = foresee(trains_both, 1, (is_foreach,)).traces[0].entries
+    updates = [each for each in entries if getattr(each, "phase", "") == "optimizer"]
+    # As torch: many at once by default only if all of them are on a GPU.
+    assert [(type(each), each.name, each.launches) for each in updates if "add" in each.name] == (
+        [(HostKernel, "_foreach_add_", 1), (Kernel, "_foreach_add_", 1)]
+        if is_foreach
+        else [(HostKernel, "add_", 1), *[(Kernel, "add_", 1)] * 3]
+    )
+
+
+def forgets_to_move():
+    model = linears()
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        model(torch.ones(BATCH, WIDTH, device="cuda")).sum().backward()
+        optimizer.step()
+
+
+def test_parameters_that_are_not_moved_are_an_assumption():
+    (assumed,) = foresee(forgets_to_move, 1).assumptions
+    assert assumed.startswith("parameters that the program leaves on the CPU are taken to be on the GPU at tests/")
+
+
+def calls_with_fast_weights():
+    model = linears().cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        weights = {name: 2 * each for name, each in model.named_parameters()}
+        torch.func.functional_call(model, weights, (torch.ones(BATCH, WIDTH, device="cuda"),)).sum().backward()
+        optimizer.step()
+
+
+def test_tensors_in_the_place_of_parameters_are_none():
+    kinds = foresee(calls_with_fast_weights, 1, steps=1).memory[0].kinds_at_peak
+    # The weights of the normalisation are below the 512 bytes of a block.
+    assert kinds["parameters"] == 4 * WIDTH * WIDTH + 2 * 512

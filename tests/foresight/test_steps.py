@@ -223,5 +223,29 @@ def test_a_step_that_is_unlike_the_one_before_says_so(sizes):
 
     found = assumptions()
     assert len(found) == (sizes[0] != sizes[1])
-    assert all("has 2 times the FLOPs of the one before (--steps 3 " in each for each in found)
+    assert all("have 2 times the FLOPs of the one before (--steps 3 " in each for each in found)
     assert not assumptions(steps=3)
+
+
+class Preconditioned(torch.optim.SGD):
+    """Makes a preconditioner in each second step."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        if self.num_steps % 2 == 0:
+            for each in self.param_groups[0]["params"]:
+                each.grad @ each.grad
+        return super().step(closure)
+
+
+def test_an_optimizer_that_computes_more_than_in_the_step_before_says_so():
+    def program():
+        model = torch.nn.Linear(SIZE, SIZE, bias=False, device="cuda")
+        optimizer = Preconditioned(model.parameters())
+        while True:
+            model(torch.ones(SIZE, SIZE, device="cuda")).sum().backward()
+            optimizer.step()
+
+    assert "optimizer of this one have 2 times the FLOPs" in "".join(echelon.foresee(program, 1).assumptions)

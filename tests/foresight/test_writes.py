@@ -1,5 +1,6 @@
 """A foreseen program overwrites nothing."""
 
+import ctypes
 import gzip
 import importlib
 import io
@@ -182,6 +183,17 @@ def new_map(folder):
     values.flush()
 
 
+def shared_storages(folder):
+    storage = torch.UntypedStorage.from_file(str(folder / "data.bin"), shared=True, nbytes=4)
+    assert ctypes.string_at(storage.data_ptr(), 4) == b"real"
+    ctypes.memset(storage.data_ptr(), 1, 4)
+    for name, size in (("data.bin", 8), ("new.bin", 4)):
+        storage = torch.UntypedStorage.from_file(str(folder / name), True, size)
+        ctypes.memset(storage.data_ptr(), 1, size)
+    written = torch.UntypedStorage.from_file(str(folder / "new.bin"), nbytes=4)
+    assert ctypes.string_at(written.data_ptr(), 4) == b"\1\1\1\1"
+
+
 def zipped(folder):
     with zipfile.ZipFile(folder / "a.txt", "w") as file:
         file.writestr("name", "content")
@@ -278,6 +290,7 @@ WAYS = {
     "a database": database,
     "a map": mapped,
     "a new map": new_map,
+    "shared storages": shared_storages,
     "archives": zipped,
     "no buffer": unbuffered,
     "processes": lambda folder: (

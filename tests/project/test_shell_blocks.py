@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from echelon.checkpoint import Store
-from echelon.foresight.calibrate import save
+from echelon.foresight.calibration_file import save
 from echelon.foresight.play.devices import DEVICES
 from tests.helpers.pages import blocks_of
 

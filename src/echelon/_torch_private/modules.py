@@ -6,10 +6,10 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -182,18 +182,47 @@ def flex_attention_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
     ]
 
 
+_Groups: TypeAlias = dict[tuple[torch.device, torch.dtype], tuple[list[list[Any]], list[int]]]
+"""Lists of tensors by device and dtype, with their places in the lists before."""
+
+
 def ddp_of_sync_batch_norm() -> list[Replacement]:
     """Lets torch's DDP take a SyncBatchNorm on the CPU, which its constructor refuses by a private method."""
     return [Replacement(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda _: lambda *_: None)]
 
 
 @contextmanager
-def optimizers_as_on_gpu() -> Iterator[None]:
+def optimizers_as_on_gpu(is_on_host: Callable[[object], bool]) -> Iterator[None]:
     """Inside, optimizers and gradient clipping handle many parameters at once by default, as for tensors of a GPU.
 
     They also take `capturable=True`. torch asks private functions which devices and types of tensors can be handled so.
+    Tensors of which `is_on_host` is true are handled apart.
     """
+
+    def chosen(choose: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+        def choice(params: list[Tensor], *args: bool, **kwargs: bool) -> tuple[bool, bool]:
+            # As torch, unless all parameters are on a GPU.
+            return (False, False) if any(map(is_on_host, params)) else choose(params, *args, **kwargs)
+
+        return choice
+
+    def grouped(group: Callable[..., _Groups]) -> Callable[..., _Groups]:
+        def groups(lists: list[list[Any]], with_indices: bool = False) -> _Groups:
+            devices = ["cpu" if is_on_host(each) else "cuda" for each in lists[0]]
+            if len(set(devices)) < 2:
+                return group(lists, with_indices)
+            found = {}
+            for device in dict.fromkeys(devices):
+                kept = [i for i, each in enumerate(devices) if each == device]
+                parts = group([[each[i] for i in kept] if each else each for each in lists], with_indices)
+                for (_, dtype), (tensors, indices) in parts.items():
+                    found[torch.device(device), dtype] = tensors, [kept[i] for i in indices]
+            return found
+
+        return groups
+
     optimizers: Any = importlib.import_module("torch.optim.optimizer")  # no attribute of its package
+    clipping: Any = importlib.import_module("torch.nn.utils.clip_grad")
     # A list of each module: of optimizers, and of gradient clipping. DTensor appends to them as it is imported.
     modules: tuple[Any, ...] = optimizers, torch.utils._foreach_utils
     for module in modules:
@@ -202,7 +231,9 @@ def optimizers_as_on_gpu() -> Iterator[None]:
         with replaced(
             [
                 *(Replacement(each, "_get_foreach_kernels_supported_devices", _and_cpu) for each in modules),
-                *(Replacement(each, "_get_capturable_supported_devices", _and_cpu) for each in _with_capturable()),
+                *(Replacement(each, "_group_tensors_by_device_and_dtype", grouped) for each in (optimizers, clipping)),
+                *_in_optimizers("_get_capturable_supported_devices", _and_cpu),
+                *_in_optimizers("_default_to_fused_or_foreach", chosen),
             ]
         ):
             yield
@@ -211,10 +242,10 @@ def optimizers_as_on_gpu() -> Iterator[None]:
             module._foreach_supported_types.remove(FakeTensor)
 
 
-def _with_capturable() -> list[ModuleType]:
-    """Returns the modules of optimizers that can be captured, which import the function by its name."""
-    optimizers = [each for name, each in list(sys.modules.items()) if name.startswith("torch.optim.")]
-    return [each for each in optimizers if "_get_capturable_supported_devices" in vars(each)]
+def _in_optimizers(name: str, make: Callable[[Any], Any]) -> list[Replacement]:
+    """Returns the replacements of a function in the modules of optimizers, which import it by its name."""
+    modules = [each for path, each in list(sys.modules.items()) if path.startswith("torch.optim.")]
+    return [Replacement(each, name, make) for each in modules if name in vars(each)]
 
 
 def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:

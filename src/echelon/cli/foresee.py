@@ -22,6 +22,7 @@ from echelon.cli.output import Counted, WarnedOnce, only_json, rich_console, to_
 from echelon.cli.run import above_progress, console, tell
 from echelon.cli.sweep import combinations
 from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.foresight.calibration_file import load, save
 from echelon.foresight.play.cluster import hosts_of
 from echelon.foresight.play.devices import device_named
 from echelon.launch.output import Console
@@ -124,17 +125,17 @@ class ForeseeOptions:
                 f"--gpu {self.gpu}: give one GPU; foresee the script once for each, or in Python play it again by "
                 "foresee(...).on(gpu=...)"
             )
-        if not self.gpu.endswith(".json"):
-            # Before torch is imported, which takes seconds. A calibration file has networks of its own.
-            device = device_named(self.gpu)
-            check_name("--network", self.network, NETWORKS)
-            hosts_of(self.num_ranks, _hosts(self.hosts, self.num_ranks), device.per_host)
+        # Before torch is imported, which takes seconds.
+        device = load(self.gpu) if self.gpu.endswith(".json") else device_named(self.gpu)
+        check_name("--network", self.network, (*NETWORKS, *device.networks))
+        hosts_of(self.num_ranks, _hosts(self.hosts, self.num_ranks), device.per_host)
         if not self.oversubscription >= 1:
             raise LaunchError(f"--oversubscription {self.oversubscription:g}: give a ratio of at least 1")
         if self.steps is not None and self.steps < 1:
             raise LaunchError(f"--steps {self.steps}: give at least 1")
         if self.tokens is not None and self.tokens < 1:
             raise LaunchError(f"--tokens {self.tokens}: give at least 1")
+        Program(self.program, is_module=self.module).check()
         check_files(self)
 
     def words(self) -> list[str]:
@@ -236,7 +237,7 @@ def _calibrate(path: str, gpu: str) -> int:
     # Late: they import torch.
     import torch
 
-    from echelon.foresight.calibrate import calibrate, save
+    from echelon.foresight.calibrate import calibrate
     from echelon.foresight.calibrate_gpu import calibrate_gpu
 
     shown = console()

@@ -95,6 +95,7 @@ class SimulateOptions:
             for name in ("memory", "chrome", "svg", "png", "html"):
                 if getattr(self, name):
                     raise LaunchError(f"--{name} with --explore: many runs have many results; give one --seed instead")
+        Program(self.program, is_module=self.module).check()
         check_files(self)
 
     def arguments(self) -> dict[str, Any]:

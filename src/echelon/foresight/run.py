@@ -11,7 +11,8 @@ from typing import Any
 from echelon.arguments import check_path, check_world_size, is_amount, is_count, refuse_others, shown, writing
 from echelon.errors import InvalidArgument, LaunchError
 from echelon.foresight.advice import Advice, advice_on
-from echelon.foresight.calibrate import load, this_machine
+from echelon.foresight.calibrate import this_machine
+from echelon.foresight.calibration_file import load
 from echelon.foresight.check import Problem, check
 from echelon.foresight.measure import measured
 from echelon.foresight.memory_curves import MemoryCurves
@@ -79,6 +80,8 @@ class Foreseen:
     """Problems of the program on any hardware."""
     network: Network | str
     """Network that was asked for."""
+    asked_hosts: int | Sequence[int] | None = None
+    """Hosts that were asked for, as for `foresee`."""
 
     @property
     def device(self) -> Device:
@@ -252,8 +255,7 @@ class Foreseen:
         """Returns the same program on other hardware. Plays the step again, and records nothing.
 
         Args:
-            gpu, hosts, network, rails, oversubscription: as for `foresee`. None: as before, but with the hosts that a
-                new device needs.
+            gpu, hosts, network, rails, oversubscription: as for `foresee`. None: as `foresee` was given.
 
         Raises:
             LaunchError: an argument is invalid, or one of the devices is a processor and the other a GPU.
@@ -264,8 +266,7 @@ class Foreseen:
                 f"gpu={device.name!r}: the program was recorded for {self.device.name!r}, which runs other kernels: "
                 "foresee it again"
             )
-        if hosts is None and gpu is None:
-            hosts = self.cluster.hosts
+        hosts = self.asked_hosts if hosts is None else hosts
         network = self.network if network is None else network
         cluster = cluster_of(
             network,
@@ -279,7 +280,8 @@ class Foreseen:
         if device.machine != self.device.machine:
             # Seconds that were measured are those of another kind of machine.
             traces = {rank: replace(trace, measured=()) for rank, trace in traces.items()}
-        return replace(self, played=play(traces, self.classes, device, cluster), traces=traces, network=network)
+        played = play(traces, self.classes, device, cluster)
+        return replace(self, played=played, traces=traces, network=network, asked_hosts=hosts)
 
     def report(self, tokens: int | None = None, title: str = "") -> Report:
         """Returns the figures as a report. Its `str` is a table, and its `to_json` returns plain values.
@@ -453,7 +455,8 @@ def foresee(
         traces = measured(request, traces, calls, min(_MOST_AT_ONCE, max(cluster.hosts)))
     # After the measurement, whose positions count single kernels. It leaves programs with compiled ones out.
     traces = {rank: fuse(trace) for rank, trace in traces.items()}
-    return Foreseen(play(traces, roles.classes, device, cluster), traces, roles.classes, tuple(found), network)
+    played = play(traces, roles.classes, device, cluster)
+    return Foreseen(played, traces, roles.classes, tuple(found), network, hosts)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Steps:
         self.earlier: list[Order] = []
         """Communication, waits and events before it."""
         self._work = (0, 0)
-        """FLOPs of the backwards of the last two steps."""
+        """FLOPs of the backwards and the optimizers of the last two steps."""
         self.num_done = 0
         self.are_done = False
         """Whether the program is being ended, after its last step."""
@@ -301,7 +301,7 @@ class Steps:
             self._num_uncounted += 1
             return
         self.num_done += 1
-        self._work = self._work[1], _flops_of_backward(self.entries)
+        self._work = self._work[1], _flops_of_training(self.entries)
         if self.num_done == self._num_steps:
             self._since = time.monotonic()
         if self._has_enough():
@@ -321,8 +321,8 @@ class Steps:
         # Steps of several optimizers at different rates begin unlike later ones.
         if abs(last - before) > _ALIKE * before > 0 and not self._has_had_rounds:
             log.assumptions.of(
-                f"steps are alike from now on: the backward of this one has {last / before:.3g} times the FLOPs of the "
-                f"one before (--steps {self.num_done + 1} foresees the next one)"
+                f"steps are alike from now on: backward and optimizer of this one have {last / before:.3g} times the "
+                f"FLOPs of the one before (--steps {self.num_done + 1} foresees the next one)"
             )
         entries = log.entries if self.entries is None else self.entries
         live = (each._replace(kind=log.kinds.get(each.storage, each.kind)) for each in self.live)
@@ -342,9 +342,9 @@ class Steps:
         )
 
 
-def _flops_of_backward(entries: Sequence[Entry]) -> int:
-    """Returns the FLOPs of the backwards of a step. Forwards do not count: an evaluation has some, too."""
-    return sum(each.flops for each in entries if type(each) is Kernel and each.phase == "backward")
+def _flops_of_training(entries: Sequence[Entry]) -> int:
+    """Returns the FLOPs of a step without forwards: an evaluation has some, too."""
+    return sum(each.flops for each in entries if type(each) is Kernel and each.phase in ("backward", "optimizer"))
 
 
 def _has_parameters(optimizer: Optimizer) -> bool:

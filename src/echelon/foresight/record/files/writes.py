@@ -77,6 +77,9 @@ def no_writes(saved: Saved, *, allow_files: bool) -> Iterator[None]:
             of_classes = [
                 Replacement(subprocess.Popen, "__init__", _ending_at_once),
                 Replacement(np.memmap, "__new__", in_writers(files.map)),
+                Replacement(
+                    torch.UntypedStorage, "from_file", lambda original: staticmethod(in_writers(files.share)(original))
+                ),
                 *(
                     Replacement(each, "export_chrome_trace", in_writers(skip, "export_chrome_trace", nothing))
                     for each in (torch.autograd.profiler.profile, torch.profiler.profile)
@@ -245,6 +248,21 @@ class _Files:
                 recording.log.skip(f"a write of {path}")
                 mode = "c"
         return original(cls, filename, dtype, mode, *args, **kwargs)
+
+    def share(
+        self, recording: Recording, original: Callable[..., Any], filename: Any, shared: bool = False, nbytes: int = 0
+    ) -> Any:
+        """Makes a storage of a file. A shared file is copied where it is written, a shorter one at once."""
+        path = os.fsdecode(filename)
+        found = self._checkpoints.find(recording, path)
+        if shared and found is None:
+            with unrecorded():
+                if os.path.isfile(path) and os.path.getsize(path) >= nbytes:
+                    recording.log.skip(f"a write of {path}")
+                    shared = False
+                else:
+                    found = self._target(recording, path, copies=True)
+        return original(found or path, shared, nbytes)
 
     def _make(
         self, name: str, recording: Recording, original: Callable[..., None], /, path: Any, *args: Any, **kwargs: Any

@@ -63,8 +63,8 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
     with ExitStack() as stack:
         if gpu is not None:
             stack.enter_context(replaced(_of_gpu(num_devices, gpu)))
-            for each in (optimizers_as_on_gpu, autocast_as_on_gpu, fused_as_on_gpu):
-                stack.enter_context(each())
+            for each in (optimizers_as_on_gpu(_is_kept_on_host), autocast_as_on_gpu(), fused_as_on_gpu()):
+                stack.enter_context(each)
         stack.enter_context(replaced(_of_fake_tensors(OnDevice if gpu is not None else OnHost)))
         stack.enter_context(replaced_in("transformers.utils.import_utils", _untraced))
         yield
@@ -145,6 +145,10 @@ def _constant(value: Any, _: object) -> Any:
 
 def _is_recorded_here() -> bool:
     return (recording := recording_here()) is not None and not recording.log.calls.are_answered
+
+
+def _is_kept_on_host(tensor: object) -> bool:
+    return (recording := recording_here()) is not None and _is_on_host(recording, tensor)
 
 
 def _begin_batch(size: int) -> None:

@@ -42,6 +42,8 @@ class Modules:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         # By identity: two parameters are equal element by element.
         self._of_parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+        self._settled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules whose parameters have a device."""
 
     def watch(self) -> None:
         """Registers the hooks, which the calling rank has for itself."""
@@ -69,6 +71,11 @@ class Modules:
                     kwargs = given if isinstance(given, dict) else {}
                     moved, keywords = self._moved_by(module, args, kwargs)
                     kwargs.update(keywords)
+            if any(map(_moves, module.modules())):
+                self._settled.update(module.modules())
+        if self._placement is not None and module not in self._settled:
+            self._settled.add(module)
+            self._placement.called(module, (args, sys._getframe(1).f_locals.get("kwargs")))
         self._stack.append(self._log.modules.of(name))
         self._log.enter(self._stack[-1])
         if module in self._log.compiled:
@@ -120,8 +127,10 @@ class Modules:
             self._names[module] = name = ".".join(parts) or type(module).__name__
             for parameter in module.parameters(recurse=False):
                 self._of_parameters[parameter] = name
-            # Those that are trained are known by their optimizer. Others are frozen, as of a teacher.
-            self._memory.mark(module.parameters(recurse=False), "parameters")
+            # Those that are trained are known by their optimizer. Others are frozen, as of a teacher. In their places
+            # `functional_call` puts tensors of other kinds, such as fast weights.
+            own = (each for each in module.parameters(recurse=False) if isinstance(each, nn.Parameter))
+            self._memory.mark(own, "parameters")
         self._names.setdefault(root, type(root).__name__)  # a wrapper may leave itself out
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from echelon._torch_private.tensors import FakeTensor, as_fake, local_part, without_functions
+from echelon._torch_private.tensors import FakeTensor, as_fake, local_part, tree_leaves, without_functions
 from echelon.call_site import is_foreign
 from echelon.foresight.record.log.callers import calling_file, is_of_torch
 from echelon.foresight.record.log.copies import Copies
@@ -151,7 +151,7 @@ class Placement:
         if names_gpu:
             if is_on_host:
                 return self.copies.to_gpu(out, non_blocking)
-            self._begin(tensor)
+            self._begin(out)  # another tensor if it has another type
             return out
         if self._names_host(goals, path):
             return self.copies.to_host(out, non_blocking)
@@ -244,6 +244,26 @@ class Placement:
             self._enter(tensor)
             if isinstance(tensor, nn.Parameter) and (number := self._memory.number_inside(tensor)) is not None:
                 self._memory.on_gpu.add(number)
+
+    def called(self, module: nn.Module, inputs: object) -> None:
+        """Settles the devices of a module's own tensors that no line has moved, by the inputs of its first call."""
+        memory = self._memory
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        unknown = [
+            (number, each)
+            for number, each in zip(map(memory.number_inside, own), own, strict=True)
+            if number in memory.live and number not in memory.on_gpu and number not in memory.on_host
+        ]
+        if not unknown:
+            return
+        given = [memory.number_inside(each) for each in tree_leaves(inputs) if isinstance(each, Tensor)]
+        # The program would fail if they were on the GPU.
+        if given and all(number in memory.on_host for number in given):
+            for number, each in unknown:
+                with without_functions():
+                    memory.leave_gpu(each, memory.live[number].place)
+        elif any(isinstance(each, nn.Parameter) for _, each in unknown):
+            self._log.assume("parameters that the program leaves on the CPU are taken to be on the GPU")
 
     def of_results(self, name: str, inputs: Sequence[Tensor], before: Sequence[int]) -> Where:
         """Returns the device of an operator's results.
