@@ -197,7 +197,7 @@ def captures():
 
 
 def test_cuda_graphs_are_refused_by_one_line():
-    with pytest.raises(UnsupportedOp, match="CUDA graphs are not foreseen"):
+    with pytest.raises(UnsupportedOp, match=r"^a CUDA graph at .*test_idioms.py:\d+ is not foreseen"):
         foresee(captures, 1)
 
 
@@ -416,7 +416,11 @@ def makes_sparse_tensors():
     torch.randn(4, 4, device="cuda").to_sparse()
 
 
-@pytest.mark.parametrize("program", [has_sparse_gradients, makes_sparse_tensors])
+def makes_compressed_tensors():
+    torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), device="cuda")
+
+
+@pytest.mark.parametrize("program", [has_sparse_gradients, makes_sparse_tensors, makes_compressed_tensors])
 def test_sparse_tensors_are_refused_by_one_line(program):
     with pytest.raises(UnsupportedOp, match=r"^a sparse tensor at .*test_idioms.py:\d+ is not foreseen.*dense tensors"):
         foresee(program, 1)
