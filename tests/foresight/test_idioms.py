@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import os
 import sys
 
@@ -406,6 +407,16 @@ def is_profiled():
 
 def test_a_profiler_of_the_gpu_watches_nothing():
     assert foresee(is_profiled, 1).step_seconds > 0
+
+
+def compiles_an_optimizer():
+    torch.jit.script(importlib.import_module("torch.optim.adadelta")._get_capturable_supported_devices)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_functions_of_optimizers_are_compiled_as_without_a_recording():
+    """The import of torch.distributed.optim does so: a script that used ZeroRedundancyOptimizer ended in an error."""
+    foresee(compiles_an_optimizer, 1)
 
 
 def has_sparse_gradients():
