@@ -9,7 +9,7 @@ import torch.distributed.checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon import CollectiveMismatch, DeadlockError, foresee
+from echelon import CollectiveMismatch, DeadlockError, UnsupportedOp, foresee
 from echelon.checkpoint import Store
 from tests.foresight import programs
 from tests.foresight.planted import RANKS, plant
@@ -91,6 +91,45 @@ def test_message_without_a_partner_is_found():
         CollectiveMismatch, match=r"send to rank 1 of 32 bytes.*test_check.py:\d+ on rank 0 has no partner"
     ):
         foresee(one_way, 2)
+
+
+def receives_from_any():
+    dist.init_process_group("nccl")
+    x = torch.ones(8, device="cuda")
+    dist.recv(x) if dist.get_rank() == 0 else dist.send(x, 0)
+
+
+def test_a_receive_from_any_rank_is_refused():
+    with pytest.raises(UnsupportedOp, match=r"^a receive from any rank at .*test_check.py:\d+ .*: name its source"):
+        foresee(receives_from_any, 2)
+
+
+def train_or_evaluate(model, by_message):
+    """Trains on rank 0 alone, and passes something on to the others after each step."""
+    x = torch.ones(8, device="cuda")
+    if dist.get_rank() == 0:
+        model(x).sum().backward()
+    if by_message:
+        dist.recv(x, 0) if dist.get_rank() else dist.send(x, 1)
+    else:
+        dist.broadcast(x, 0)
+    if dist.get_rank() == 0:
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def one_trains(by_message):
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
+    model = torch.nn.Linear(8, 8, device="cuda")
+    for _ in range(4):
+        train_or_evaluate(model, by_message)
+
+
+@pytest.mark.parametrize("by_message", [False, True])
+def test_a_rank_without_an_optimizer_has_steps_by_a_function(by_message):
+    with pytest.raises(CollectiveMismatch, match=r"rank 1 has no optimizer, so all .* step of rank 0: .*--until"):
+        foresee(one_trains, 2, (by_message,))
+    assert foresee(one_trains, 2, (by_message,), until="train_or_evaluate").step_seconds > 0
 
 
 def logs_on_rank_0(step):

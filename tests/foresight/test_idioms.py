@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import os
 import sys
 
@@ -197,7 +198,7 @@ def captures():
 
 
 def test_cuda_graphs_are_refused_by_one_line():
-    with pytest.raises(UnsupportedOp, match="CUDA graphs are not foreseen"):
+    with pytest.raises(UnsupportedOp, match=r"^a CUDA graph at .*test_idioms.py:\d+ is not foreseen"):
         foresee(captures, 1)
 
 
@@ -408,6 +409,16 @@ def test_a_profiler_of_the_gpu_watches_nothing():
     assert foresee(is_profiled, 1).step_seconds > 0
 
 
+def compiles_an_optimizer():
+    torch.jit.script(importlib.import_module("torch.optim.adadelta")._get_capturable_supported_devices)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_functions_of_optimizers_are_compiled_as_without_a_recording():
+    """The import of torch.distributed.optim does so: a script that used ZeroRedundancyOptimizer ended in an error."""
+    foresee(compiles_an_optimizer, 1)
+
+
 def has_sparse_gradients():
     steps(nn.Embedding(10, 8, sparse=True).cuda(), torch.randint(0, 10, (4,), device="cuda"))
 
@@ -416,7 +427,11 @@ def makes_sparse_tensors():
     torch.randn(4, 4, device="cuda").to_sparse()
 
 
-@pytest.mark.parametrize("program", [has_sparse_gradients, makes_sparse_tensors])
+def makes_compressed_tensors():
+    torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), device="cuda")
+
+
+@pytest.mark.parametrize("program", [has_sparse_gradients, makes_sparse_tensors, makes_compressed_tensors])
 def test_sparse_tensors_are_refused_by_one_line(program):
     with pytest.raises(UnsupportedOp, match=r"^a sparse tensor at .*test_idioms.py:\d+ is not foreseen.*dense tensors"):
         foresee(program, 1)

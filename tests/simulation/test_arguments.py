@@ -154,3 +154,21 @@ def test_no_check():
 def test_one_seed_compares_nothing():
     with refused("seeds=[3] has one seed"):
         check_same_results(program, 2, seeds=[3])
+
+
+async def waits():
+    pass
+
+
+def yields():
+    yield
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [(waits, r"coroutine waits, .*asyncio.run\(waits"), (yields, "generator yields, .*return its results")],
+)
+def test_a_result_that_nobody_has_run_is_refused(call, told):
+    """Without it, all ranks seemed to have ended well."""
+    with pytest.raises(echelon.errors.LaunchError, match=f"fn returned the {told}"):
+        echelon.simulate(lambda: call(), 2)

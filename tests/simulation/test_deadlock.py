@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 import echelon
 from echelon.pipeline import Pipeline
@@ -483,6 +485,23 @@ def test_two_ranks_of_torch_that_both_send_first_wait_for_each_other(start):
     assert first.endswith(f"rank 0 -> rank 1 -> rank 0: {advice}")
     assert lines[0].startswith("  rank 0 waits for rank 1 in send to rank 1, tag 0, at ")
     assert lines[1].startswith("  rank 1 waits for rank 0 in send to rank 0, tag 0, at ")
+
+
+def differ_in_a_schedule(names, num_steps):
+    dist.init_process_group("gloo")
+    rank, x = dist.get_rank(), torch.ones(8, 4)
+    stage = PipelineStage(torch.nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+    schedule = get_schedule_class(names[rank])(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+    for _ in range(num_steps[rank]):
+        schedule.step(x) if rank == 0 else schedule.step(target=x)
+
+
+@pytest.mark.parametrize(("names", "num_steps"), [(("GPipe", "1F1B"), (1, 1)), (("1F1B", "1F1B"), (2, 1))])
+def test_ranks_that_differ_in_a_schedule_of_torch_are_told_so(names, num_steps):
+    """The program has no order of messages of its own to change."""
+    with pytest.raises(echelon.DeadlockError, match="make the same schedule on every rank") as caught:
+        echelon.simulate(differ_in_a_schedule, 2, (names, num_steps))
+    assert "let one of them" not in str(caught.value)
 
 
 def exchange():

@@ -1,5 +1,6 @@
 """Ranks that block outside of the scheduler: told, not waited for. Ranks that wait for the outside: left alone."""
 
+import functools
 import os
 import platform
 import re
@@ -104,6 +105,13 @@ def test_a_lock_that_another_rank_holds_is_told_with_all_places(monkeypatch):
     )
     assert re.match(r"  rank \d waits for rank \d in barrier, #1 .*: group.barrier\(\)", second)
     assert threading.active_count() == before, "the lock is released when the other rank leaves"
+
+
+def test_a_wait_without_a_line_of_the_program_is_at_its_end(monkeypatch):
+    """As in an exit handler. The line was "unknown"."""
+    monkeypatch.setattr(watchdog, "PATIENCE", 0.5)
+    with pytest.raises(echelon.DeadlockError, match=r"at the end of its function, in .*threading.py:\d+"):
+        echelon.simulate(functools.partial(threading.Event().wait, None), 1)
 
 
 _PROFILED = """

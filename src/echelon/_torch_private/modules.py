@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -249,7 +250,12 @@ def _in_optimizers(name: str, make: Callable[[Any], Any]) -> list[Replacement]:
 
 
 def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    return lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"]
+    # With the source of the original: torch.distributed.optim compiles its callers by torch.jit as it is imported.
+    @functools.wraps(devices)
+    def and_cpu(*args: Any, **kwargs: Any) -> list[str]:
+        return [*devices(*args, **kwargs), "cpu"]
+
+    return and_cpu
 
 
 def clipping_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:

@@ -10,7 +10,7 @@ import torch
 
 from echelon._native import copy, core
 from echelon._torch_private.autograd import forward_ad_level
-from echelon._torch_private.tensors import dispatch_depth, real_tensors, transform_stack
+from echelon._torch_private.tensors import FakeTensor, dispatch_depth, real_tensors, transform_stack
 from echelon.backends.admission import (
     FAR_ADDRESS,
     ORDINARY_TYPES,
@@ -204,3 +204,10 @@ def check_writable(tensor: torch.Tensor, what: str) -> None:
     """Raises UnsupportedOp if elements of a dense tensor overlap, as in an expanded tensor."""
     if elements_overlap(tensor):
         raise UnsupportedOp(f"{what} writes the tensor in place, but its elements share memory: call .clone() first")
+
+
+def without_class(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of torch's own class, as another rank receives it."""
+    return (
+        tensor if type(tensor) is torch.Tensor or isinstance(tensor, FakeTensor) else tensor.as_subclass(torch.Tensor)
+    )

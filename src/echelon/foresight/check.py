@@ -134,6 +134,9 @@ class _Side(NamedTuple):
     calls: Sequence[Collective]
 
 
+_ALIKE = "every rank of a group must call the same collectives in the same order, with tensors of equal size"
+
+
 def _compare(one: _Side, other: _Side, group: Group, counted_from: str) -> None:
     for number, (mine, theirs) in enumerate(zip_longest(one.calls, other.calls), 1):
         if _signature(one, mine) == _signature(other, theirs):
@@ -141,12 +144,23 @@ def _compare(one: _Side, other: _Side, group: Group, counted_from: str) -> None:
         name = f"group {group.name!r} of {counted(len(group.ranks), 'rank')}" if group.name else _shown(group.ranks)
         left, right = _described(one, mine), _described(other, theirs)
         parted = _parted(one, other, number - 1)
+        advice = _without_step(one.trace, other.trace) or _ALIKE
         raise CollectiveMismatch(
-            f"call {number} {counted_from} in {name} is {left}, but {right}{parted}: every rank of a group must call "
-            "the same collectives in the same order, with tensors of equal size",
+            f"call {number} {counted_from} in {name} is {left}, but {right}{parted}: {advice}",
             rank=other.rank,
             theirs=right,
         )
+
+
+def _without_step(one: Trace, other: Trace) -> str:
+    """Returns the cause and the fix if one rank has no optimizer, so that it has no step. Empty if both are alike."""
+    if one.is_step == other.is_step:
+        return ""
+    step, whole = (one, other) if one.is_step else (other, one)
+    return (
+        f"rank {whole.rank} has no optimizer, so all of its program was compared with a step of rank {step.rank}: name "
+        "a function that both call once a step by --until (until=)"
+    )
 
 
 def _parted(one: _Side, other: _Side, end: int) -> str:
@@ -220,10 +234,8 @@ def check_messages(traces: Mapping[int, Trace]) -> None:
             rank, found = (src, send) if send is not None else (dst, receive)
             assert found is not None
             missing = f"rank {dst} receives" if send is not None else f"rank {src} sends"
-            raise CollectiveMismatch(
-                f"{text_of(traces[rank], found)} on rank {rank} has no partner: {missing} nothing that fits it, with "
-                f"tag {tag}"
-            )
+            cause = _without_step(traces[src], traces[dst]) or f"{missing} nothing that fits it, with tag {tag}"
+            raise CollectiveMismatch(f"{text_of(traces[rank], found)} on rank {rank} has no partner: {cause}")
 
 
 # Order across groups

@@ -38,7 +38,25 @@ class RankCall(NamedTuple):
     """Note on an error of a function that may not have expected the group."""
 
     def run(self, group: ProcessGroup) -> Any:
-        """Calls the function on this rank and returns its result."""
+        """Calls the function on this rank and returns its result.
+
+        Raises:
+            LaunchError: the result is a coroutine or a generator, as of a lambda that calls an async function.
+        """
+        result = self._called(group)
+        if inspect.isgenerator(result) or inspect.isasyncgen(result):
+            raise LaunchError(
+                f"fn returned the generator {result.__name__}, of which no line has run: return its results"
+            )
+        if inspect.iscoroutine(result):
+            result.close()  # Python would warn that nobody awaited it
+            raise LaunchError(
+                f"fn returned the coroutine {result.__name__}, of which no line has run: give a function that calls "
+                f"asyncio.run({result.__name__}(...))"
+            )
+        return result
+
+    def _called(self, group: ProcessGroup) -> Any:
         if not self.takes_group:
             return self.function(*self.args)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from echelon.backends.delivery import ANY
 from echelon.backends.formats.wire import TRANSFERS, Tag, readable
-from echelon.call_site import line_of, place_of_thread, source_of
+from echelon.call_site import line_of, outwards, place_of_thread, source_of
 from echelon.collectives.calls.hang_diagnosis import first_at_other_lines
 from echelon.errors import DeadlockError
 from echelon.operation_records import FlightRecorder, OperationRecord
@@ -20,6 +21,12 @@ from echelon.simulation.watchdog import Blocked
 from echelon.simulation.world import World, is_plain
 from echelon.wording import listed
 
+_PIPELINING = os.path.join("torch", "distributed", "pipelining", "schedules.py")
+"""File of torch's schedules, whose order of messages is not the program's own."""
+_SAME_SCHEDULE = (
+    "make the same schedule on every rank, with as many microbatches and with the stages in the same order, and call "
+    "its step as often"
+)
 _MOST_UNCLAIMED = 8
 """Most unclaimed messages that a DeadlockError lists."""
 _MOST_RECEIVES = 3
@@ -47,6 +54,8 @@ class Waiting(NamedTuple):
     """Name of the group of the collective that it waits in. Empty for other waits."""
     context: int
     """Context of that group."""
+    in_schedule: bool
+    """Whether a schedule of torch.distributed.pipelining waits."""
 
     @property
     def text(self) -> str:
@@ -122,7 +131,7 @@ def explain_blocked(world: World, blocked: Blocked) -> DeadlockError:
     inside = f", in {innermost}" if innermost and not line.startswith(f"{innermost}:") else ""
     native = ", ".join(filter(None, (blocked.code, blocked.wait.channel)))
     reason = (
-        f"rank {rank} waits for another thread outside of Echelon, at {line or 'an unknown line'}{inside}"
+        f"rank {rank} waits for another thread outside of Echelon, at {line or 'the end of its function'}{inside}"
         f"{native and f' ({native})'}: no other rank gets a turn meanwhile, so let ranks wait for each other by "
         "messages, collectives and stores alone"
     )
@@ -169,7 +178,7 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int], mispaired: Coll
         if gone := [peer for peer in task.peers if peer in returned]:
             which, all_of_them = ("which has returned", "both") if len(gone) == 1 else ("which have returned", "all")
             cure = cure_of({task.rank: task.text, **dict.fromkeys(gone, "")}, have_ended=True)
-            advice = cure or f"make {all_of_them} call the same operations"
+            advice = cure or (_SAME_SCHEDULE if task.in_schedule else f"make {all_of_them} call the same operations")
             return f"rank {task.rank} waits for {listed(gone)}, {which}: {advice}"
     edges: dict[int, list[int]] = {}
     for task in tasks:
@@ -189,6 +198,8 @@ def _advice(cycle: Sequence[Waiting], mispaired: Collection[int]) -> str:
     calls = {task.rank: task.text for task in cycle if task.group or task.peers != (task.rank,)}
     if cure := cure_of(calls):
         return cure
+    if all(task.in_schedule for task in cycle):
+        return _SAME_SCHEDULE
     if len({task.context for task in cycle}) == 1 or not all(task.group for task in cycle):
         if all(task.is_collective for task in cycle):
             return "make all ranks call the collectives in the same order"
@@ -248,7 +259,13 @@ def _waiting(world: World, task: Task) -> Waiting:
         of_store=isinstance(work, StoreWait),
         group=flight.group if flight is not None and is_collective else "",
         context=flight.context if flight is not None and is_collective else 0,
+        in_schedule=_is_in_schedule(task.thread.ident),
     )
+
+
+def _is_in_schedule(ident: int | None) -> bool:
+    frames = outwards(None if ident is None else sys._current_frames().get(ident))
+    return any(frame.f_code.co_filename.endswith(_PIPELINING) for frame in frames)
 
 
 def _line_of_lane(world: World, task: Task, work: VirtualWork[object]) -> str:

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from echelon._torch_private.tensors import FakeTensor
 from echelon.backends.collective import Collective, can_hold, result_buffer
-from echelon.backends.memory import as_bytes, new_tensor, plain
+from echelon.backends.memory import as_bytes, new_tensor, plain, without_class
 from echelon.backends.modes import normal_mode, overwrite
 from echelon.backends.operators import accumulation_dtype, combine_in_order
 from echelon.collectives.calls.chunks import Chunks, FlatChunks, ReadOnlyChunks, even_sizes
@@ -77,11 +76,6 @@ def of_one_class(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     return tensors if len(kinds) < 2 else [None if tensor is None else without_class(tensor) for tensor in tensors]
 
 
-def without_class(tensor: Tensor) -> Tensor:
-    """Returns a tensor of torch's own class, as another rank receives it."""
-    return tensor if type(tensor) is Tensor or isinstance(tensor, FakeTensor) else tensor.as_subclass(Tensor)
-
-
 def result_of(calls: Calls) -> Take:
     """Computes the values of a collective. Returns the function that gives each rank its result."""
     return _RESULTS[calls.any.kind](calls)
@@ -109,7 +103,7 @@ def _reduce_scatter(calls: Calls) -> Take:
         begin = sum(rows[:rank]) * width
         # By a plan, each rank has its own part only.
         part = combined[0][begin : begin + result.numel()] if calls.plan is None else combined[rank]
-        return result.copy_(part.view(result.shape))
+        return result.copy_(without_class(part).view(result.shape))
 
     return take
 
@@ -205,7 +199,8 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     # As bytes, because torch.cat does not take every dtype that can be moved.
     first = tensors[0]
     shape = (sum(map(len, tensors)), *first.shape[1:])
-    data = torch.cat([as_bytes(tensor) for tensor in tensors if tensor.numel()] or [new_tensor((0,), torch.uint8)])
+    parts = [as_bytes(without_class(tensor)) for tensor in tensors if tensor.numel()]
+    data = torch.cat(parts or [new_tensor((0,), torch.uint8)])
     return data.view(first.dtype).view(shape)
 
 

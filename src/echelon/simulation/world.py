@@ -15,7 +15,7 @@ import torch
 
 from echelon.backends.formats.wire import TRANSFERS, Tag, as_sent, readable
 from echelon.backends.matching import Mailbox
-from echelon.backends.memory import as_bytes, describe
+from echelon.backends.memory import as_bytes, describe, without_class
 from echelon.backends.modes import normal_mode
 from echelon.backends.status import Question, Status, status_of
 from echelon.backends.work import Work
@@ -34,7 +34,7 @@ from echelon.simulation.prices import Prices
 from echelon.simulation.process.state import RankStates
 from echelon.simulation.record import Event, Recorder
 from echelon.simulation.scheduler import Scheduler, Task
-from echelon.simulation.values import Inputs, without_class
+from echelon.simulation.values import Inputs
 
 
 def is_plain(tag: Tag) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from echelon.backends.base import Backend
 from echelon.backends.collective import Collective, CollectiveExecutor, Run, can_hold, result_buffer
-from echelon.backends.memory import is_plain, plain
+from echelon.backends.memory import is_plain, plain, without_class
 from echelon.backends.modes import overwrite
 from echelon.backends.operators import Combine, Operator, accumulation_dtype
 from echelon.collectives.calls.chunks import Chunks, FlatChunks, ReadOnlyChunks, RowChunks, even_sizes
@@ -191,7 +191,7 @@ def _scatter(channel: Channel, collective: Collective, tensor: Tensor | None, _:
     given: dict[int, Tensor] = {}
     if channel.rank == src:
         assert tensor is not None
-        given = dict(enumerate(plain(tensor).tensor_split(channel.num_ranks)))
+        given = dict(enumerate(without_class(plain(tensor)).tensor_split(channel.num_ranks)))
     chunks = RowChunks(channel.num_ranks, given)
     run_plan(channel, "scatter", lambda _: chunks, root=src)
     part = chunks[channel.rank]

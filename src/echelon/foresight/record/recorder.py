@@ -53,6 +53,7 @@ from echelon.foresight.record.kernels.traffic import Accesses, accesses_of, num_
 from echelon.foresight.record.kernels.workspaces import HAS_WORKSPACE, workspaces
 from echelon.foresight.record.log.callers import BETWEEN, ENGINE, REPLICAS, calling_file
 from echelon.foresight.record.log.copies import COPIES, Copies, Move
+from echelon.foresight.record.log.memory import sparse_tensor
 from echelon.foresight.record.log.placement import GPU, Host, Where
 from echelon.foresight.record.ranks.communication import functional_collective
 from echelon.foresight.record.refusals import unknown_result
@@ -79,6 +80,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 _NUMBERED = frozenset({torch.device("cpu", 0)})
 """Devices that a real tensor says to be on the CPU. A fake one would keep the number, and differ from other tensors."""
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _OWN_KERNELS = frozenset({"_fused_rms_norm"})
 """Composite operators that are called as one kernel, see `fused`."""
 _INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
@@ -151,6 +153,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(operation):
             with real_tensors():
                 return func(*args, **kwargs)
+        if kwargs.get("layout") in _COMPRESSED:  # first: torch would log an error of its own
+            raise sparse_tensor(self.log.line())
         match facts.role:
             case "view":
                 return self._viewed(operation)

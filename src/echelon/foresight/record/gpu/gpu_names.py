@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon._torch_private.tensors import FakeTensor, real_tensors
+from echelon.call_site import with_line
 from echelon.errors import UnsupportedOp
 from echelon.foresight.record.gpu import streams
 from echelon.foresight.record.gpu.device import check_gpu, mapped
@@ -68,7 +69,8 @@ class _NoGraph:
     """Replacement of `torch.cuda.CUDAGraph`, which libraries use in annotations, too."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise UnsupportedOp("CUDA graphs are not foreseen: foresee the script without them, which shows the launches")
+        graph = with_line("a CUDA graph")
+        raise UnsupportedOp(f"{graph} is not foreseen: foresee the script without it, which shows the launches")
 
 
 def _returning(value: Any) -> Callable[..., Any]:

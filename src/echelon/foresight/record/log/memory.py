@@ -66,10 +66,7 @@ class Memory:
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
-            raise UnsupportedOp(
-                f"a sparse tensor at {self._log.line()} is not foreseen, since its size depends on values: foresee the "
-                "script with dense tensors there, as by nn.Embedding(sparse=False)"
-            ) from None
+            raise sparse_tensor(self._log.line()) from None
         known = self._known.get(storage_address(storage))
         if known is not None:
             return known[0]
@@ -239,3 +236,11 @@ def _is_for_communication() -> bool:
 
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+def sparse_tensor(line: str) -> UnsupportedOp:
+    """Returns the refusal of a sparse tensor at a line of the program."""
+    return UnsupportedOp(
+        f"a sparse tensor at {line} is not foreseen, since its size depends on values: foresee the script with dense "
+        "tensors there, as by nn.Embedding(sparse=False)"
+    )

@@ -14,6 +14,7 @@ from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
 from echelon.backends.memory import tensors_in
+from echelon.errors import UnsupportedOp
 from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.log.callers import called_by_program
 from echelon.foresight.record.log.calls import Call, answer
@@ -297,9 +298,12 @@ def _message(name: str) -> Callable[..., Any]:
                 return getattr(super(RecordedGroup, self), name)(tensors, *args)
         with recording.log.call(name) as made:
             if isinstance(tensors[0], FakeTensor):
-                # recv_anysource has a tag alone.
-                peer, tag = args if name != "recv_anysource" else (-1, *args)
-                return self.record_message(recording, name == "send", tensors[0], peer, tag)
+                if name == "recv_anysource":
+                    raise UnsupportedOp(
+                        f"a receive from any rank at {recording.log.line()} is not foreseen, since the message that "
+                        "comes first depends on time: name its source, as by dist.recv(tensor, src)"
+                    )
+                return self.record_message(recording, name == "send", tensors[0], *args)
             if name != "recv_anysource" or made.is_answered:
                 recording.log.next_of_batch()
                 peer, tag = args if name != "recv_anysource" else (-1, *args)
