@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from echelon.arguments import named
+from echelon.arguments import is_count, is_iterable, named, shown
 from echelon.errors import CollectiveMismatch, PartitionError, ScheduleError, UnsupportedOp
 from echelon.group.group import JsonLike, ProcessGroup, check_group
 from echelon.pipeline import schedules
@@ -191,9 +191,10 @@ def stages_to_recompute(recompute: object, num_stages: int) -> list[int]:
     """
     if isinstance(recompute, bool):
         return list(range(num_stages)) if recompute else []
-    if not isinstance(recompute, Collection) or not all(stage in range(num_stages) for stage in recompute):
-        raise UnsupportedOp(f"recompute={recompute!r}: give True, or a list of stages from 0 to {num_stages - 1}")
-    return sorted(set(recompute))
+    stages = list(recompute) if is_iterable(recompute) else [-1]
+    if not all(is_count(stage) and stage < num_stages for stage in stages):
+        raise UnsupportedOp(f"recompute={shown(recompute)}: give True, or a list of stages from 0 to {num_stages - 1}")
+    return sorted(set(stages))
 
 
 def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str]) -> ProcessGroup:
