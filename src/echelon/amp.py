@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.arguments import refuse_others
+from echelon.arguments import is_count, is_factor, named, refuse_others
 from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 
@@ -45,11 +45,17 @@ class GradScaler(torch.amp.GradScaler):
             init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
 
         Raises:
-            InvalidArgument: `group` is no group, or `device` no text.
+            InvalidArgument: `group` is no group, `device` no text, or a number is of a wrong type or not above 0.
         """
         self._group = check_group(group)
         if not isinstance(device, str | None):
             raise InvalidArgument(f"device is of type {type(device).__name__}: give 'cpu', 'cuda' or None")
+        factors = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        for name, value in factors.items():
+            if not is_factor(value):
+                raise InvalidArgument(f"{name} is {named(value)}: give a number above 0")
+        if not is_count(growth_interval, 1):
+            raise InvalidArgument(f"growth_interval is {named(growth_interval)}: give a number of steps, 1 or more")
         self._unscaled: set[int] = set()
         kind = group.device.type if device is None else device
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)

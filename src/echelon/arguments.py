@@ -40,6 +40,15 @@ def is_count(value: object, least: int = 0) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_iterable(value: object) -> TypeGuard[Iterable[Any]]:
+    """Whether a value can be gone through. Text counts as one value."""
+    try:
+        iter(value)  # type: ignore[call-overload]  # not isinstance: a tensor without dimensions has __iter__
+    except TypeError:
+        return False
+    return not isinstance(value, str | bytes)
+
+
 # A number above these limits is a slip, or comes from a wrong variable.
 MAX_WORLD_SIZE = 65_536
 """Ranks of one world."""

@@ -72,7 +72,7 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> ProcessGroup:
         """Returns the group of the ranks that differ from this one along `axis` only."""
-        if axis not in self._groups:
+        if not isinstance(axis, str) or axis not in self._groups:
             raise KeyError(f"no axis {axis!r} in this mesh: {choices(axis, self._groups)}")
         return self._groups[axis]
 

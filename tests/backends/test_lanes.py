@@ -1,5 +1,6 @@
 """Asynchronous operations: one after another in a lane, lanes beside each other."""
 
+import atexit
 import gc
 import threading
 import weakref
@@ -87,6 +88,17 @@ def test_closing_runs_what_is_queued_and_leaves_no_thread():
     lanes.close(SECONDS)
     assert [work.result() for work in works] == list(range(9))
     assert threading.active_count() == before
+
+
+def test_the_end_of_the_program_waits_for_a_lane_that_closes_all(monkeypatch):
+    """The process aborted now and then if a callback of a future had destroyed the process group."""
+    at_end = []
+    monkeypatch.setattr(atexit, "register", lambda *call: at_end.append(call))
+    lanes = ThreadLanes("this backend", 10.0)
+    lanes.start(lambda: lanes.close(10.0), "close").wait()
+    [(wait, seconds)] = at_end
+    wait(seconds)
+    assert not any(thread.name.startswith("this backend") for thread in threading.enumerate())
 
 
 def test_nothing_is_queued_behind_the_end():

@@ -8,6 +8,7 @@ from torch import nn
 
 import echelon
 from echelon import DDP, SyncBatchNorm
+from echelon.pipeline import Pipeline
 from tests.helpers.grids import covering
 from tests.helpers.models import fill
 
@@ -217,6 +218,31 @@ def test_torchs_own_layer_cannot_count_samples():
     model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
     with pytest.raises(echelon.UnsupportedOp, match=r"'1' is torch's SyncBatchNorm, .* use echelon.SyncBatchNorm.conv"):
         echelon.simulate(lambda group: DDP(model, group, average="samples"), 1)
+
+
+def wrap_torchs_own(group, wrap):
+    wrap(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)), group)
+
+
+def replicas(model, group):
+    mesh = echelon.Mesh(group, dp=2, pp=1)
+    Pipeline(model, mesh["pp"], "gpipe", 1, nn.functional.mse_loss, data_parallel=mesh["dp"])
+
+
+@pytest.mark.parametrize("wrap", [DDP, replicas])
+def test_torchs_own_layer_is_refused_without_torch_distributed(wrap):
+    """It took the statistics of each rank alone, without an error."""
+    with pytest.raises(echelon.UnsupportedOp, match=r"'1' is torch's SyncBatchNorm, .* each rank alone"):
+        echelon.simulate(wrap_torchs_own, 2, (wrap,))
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_torchs_name_of_the_conversion_makes_this_layer(layer):
+    def convert(group):
+        model = SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layer(3)))
+        return type(model[0]), SyncBatchNorm.convert_sync_batchnorm(layer(3), group)._group is group
+
+    assert echelon.simulate(convert, 2).results == [(SyncBatchNorm, True)] * 2
 
 
 def test_a_converted_model_trains_under_ddp(pool):

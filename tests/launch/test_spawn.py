@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,9 @@ def test_processes_of_a_rank_start_as_those_of_its_parent(pool):
     method = multiprocessing.get_start_method()  # it chooses one if none was
     assert pool.run(rank_functions.start_method, 2) == [method] * 2
     assert multiprocessing.get_start_method(allow_none=True) == method
+
+
+@pytest.mark.slow
+def test_processes_of_a_rank_keep_their_sockets_in_the_folder_of_its_parent():
+    """Workers of a DataLoader that were killed left folders behind."""
+    assert echelon.spawn(util.get_temp_dir, 1) == [util.get_temp_dir()]

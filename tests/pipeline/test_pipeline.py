@@ -346,7 +346,22 @@ def test_clipping_uses_the_norm_over_all_stages(run, max_norm):
     got = gradients_of(results)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(got[name], parameter.grad)
-    torch.testing.assert_close(results[0][0], norm.double())
+    torch.testing.assert_close(results[0][0], norm)
+
+
+def clip_in_dtypes(group, *dtypes):
+    pipe = Pipeline(make_model(2), group, "1f1b", 2, nn.functional.mse_loss)
+    for parameter in pipe.parameters():
+        if (dtype := dtypes[group.rank]) is not None:
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = torch.ones_like(parameter)
+    return pipe.clip_grad_norm_(1.0).dtype
+
+
+def test_a_norm_has_the_dtype_of_the_gradients(run):
+    assert run(clip_in_dtypes, 2, torch.bfloat16, torch.bfloat16) == [torch.bfloat16] * 2
+    assert run(clip_in_dtypes, 2, torch.bfloat16, torch.float64) == [torch.float64] * 2
+    assert run(clip_in_dtypes, 2, None, torch.float16) == [torch.float16] * 2, "one rank has no gradients"
 
 
 def save_and_load(group):

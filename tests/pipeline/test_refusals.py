@@ -30,6 +30,10 @@ def fail_with(group, case):
         kwargs = {"data_parallel": group}
     elif case == "recompute no stage":
         kwargs = {"recompute": [2]}
+    elif case == "recompute a mask":
+        kwargs = {"recompute": [True, False]}
+    elif case == "recompute a tensor":
+        kwargs = {"recompute": torch.tensor(0)}
     elif case == "recompute some":
         kwargs = {"recompute": "all"}
     elif case == "no such schedule":
@@ -86,6 +90,8 @@ def told(model, group, schedule, count, samples, kwargs):
         ("no such replicas", "InvalidArgument", "data_parallel is 3 (int): pass the group that"),
         ("replicas of itself", "UnsupportedOp", "ranks [0, 1] are in the pipeline's group and in data_parallel"),
         ("recompute no stage", "UnsupportedOp", "recompute=[2]: give True, or a list of stages from 0 to 1"),
+        ("recompute a mask", "UnsupportedOp", "recompute=[True, False]: give True, or a list of stages"),
+        ("recompute a tensor", "UnsupportedOp", "recompute=tensor(0): give True, or a list of stages"),
         ("recompute some", "UnsupportedOp", "recompute='all': give True"),
         ("no such schedule", "ScheduleError", "give a name"),
         ("no microbatches", "ScheduleError", "num_microbatches=0"),

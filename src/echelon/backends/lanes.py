@@ -8,6 +8,7 @@ without work for some seconds ends its thread, because nobody says when a group 
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -191,6 +192,10 @@ class ThreadLanes(Lanes):
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout)
+            else:
+                # A callback of a future closes. Its thread is still in torch's C++ then, where Python's end would
+                # abort the process.
+                atexit.register(thread.join, timeout)
 
     def _check_process(self) -> None:
         """Raises Closed in a forked child, before a lock is taken that a thread of the parent may have held."""

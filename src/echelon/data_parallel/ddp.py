@@ -25,7 +25,7 @@ from echelon.data_parallel.gradient_sync import GradientSync, take_over
 from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.join import Next
 from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer
-from echelon.data_parallel.sync_batchnorm import SyncBatchNorm
+from echelon.data_parallel.sync_batchnorm import SyncBatchNorm, unsynchronized
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
@@ -256,6 +256,8 @@ class DistributedDataParallel(ModuleProxy):
         self._bucket_mb = float(bucket_mb)
         if average == "samples":
             _check_weighs_samples(module)
+        if group.world_size > 1 and (problem := unsynchronized(module)):
+            raise UnsupportedOp(problem)
         _check_tensors(module)
         take_over(module.named_parameters())
         with group.backend.flight_recorder.within(WRAP):

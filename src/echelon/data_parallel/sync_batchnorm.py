@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -22,6 +23,24 @@ from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
 from echelon.wording import counted
+
+_Replaced = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+
+
+def unsynchronized(module: nn.Module) -> str:
+    """Says which layer inside a module is torch's SyncBatchNorm without torch.distributed. Empty if there is none.
+
+    It would take the statistics of each rank alone, without an error.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return ""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm):
+            return (
+                f"{name!r} is torch's SyncBatchNorm, which normalises the batch of each rank alone without "
+                "torch.distributed: use echelon.SyncBatchNorm.convert(model)"
+            )
+    return ""
 
 
 class Shares:
@@ -103,8 +122,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, group: ProcessGroup = CURRENT) -> nn.Module:
-        """Replaces every BatchNorm1d, 2d and 3d inside `module`. Returns `module`, or its replacement if it is one.
+        """Replaces every BatchNorm1d, 2d and 3d inside `module`, and torch's SyncBatchNorm. Returns the module.
 
+        A module that is such a layer itself is left as it is, and its replacement is returned.
         Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
 
         Args:
@@ -119,7 +139,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         check_module(module)
         known: dict[int, SyncBatchNorm] = {}  # a layer under two names stays one layer
         for path, layer in list(module.named_modules(remove_duplicate=False)):
-            if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            if isinstance(layer, _Replaced) and not isinstance(layer, SyncBatchNorm):
                 new = known.setdefault(id(layer), cls._like(layer, group))
                 if layer is module:
                     return new
@@ -128,7 +148,20 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return module
 
     @classmethod
-    def _like(cls, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, group: ProcessGroup) -> SyncBatchNorm:
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
+        """Replaces layers as `convert` does. The inherited method would make torch's layer. Returns the module.
+
+        Args:
+            module: as for `convert`.
+            process_group: `group` of `convert`. None: its default.
+
+        Raises:
+            InvalidArgument: as `convert`.
+        """
+        return cls.convert(module, CURRENT if process_group is None else process_group)
+
+    @classmethod
+    def _like(cls, layer: _Replaced, group: ProcessGroup) -> SyncBatchNorm:
         new = cls(layer.num_features, group, layer.eps, layer.momentum, False, False)
         new.affine, new.track_running_stats = layer.affine, layer.track_running_stats
         new.weight, new.bias = layer.weight, layer.bias

@@ -320,13 +320,13 @@ class Collectives(GroupBase):
 
         Raises:
             UnsupportedOp: there is not enough memory.
-            InvalidArgument: `shape` is no number or list of numbers of at least 0.
+            InvalidArgument: `shape` is no number or list of numbers from 0 to 2^63 - 1.
             CollectiveMismatch, PeerFailed, Timeout, Closed: as for the class.
         """
         self._runner.check_open()
         size = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (shape,)
-        if not all(isinstance(length, int) and length >= 0 for length in size):
-            raise InvalidArgument(f"empty: shape={shape!r}: give whole numbers of at least 0, such as (2, 3)")
+        if not all(isinstance(length, int) and 0 <= length < 1 << 63 for length in size):
+            raise InvalidArgument(f"empty: shape={shape!r}: give whole numbers from 0 to 2^63 - 1, such as (2, 3)")
         if not isinstance(dtype, torch.dtype | None):
             raise InvalidArgument(f"empty: dtype={dtype!r}: give a dtype of torch, such as torch.float32")
         collective = Collective("empty", torch.Size(size), torch.get_default_dtype() if dtype is None else dtype)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex, TextIO
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.arguments import check_seconds, named, no_attribute, refuse_others
+from echelon.arguments import check_seconds, is_iterable, named, no_attribute, refuse_others, shown
 from echelon.backends.base import Backend
 from echelon.collectives.calls.objects import JsonLike
 from echelon.collectives.plans.algorithms import numbered
@@ -170,8 +170,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             Closed: after `close`.
         """
         self._runner.check_open()
-        if not isinstance(ranks, Iterable) or isinstance(ranks, str):
-            raise InvalidArgument(f"ranks={ranks!r}: give a list of ranks, such as [0, 1]")
+        if not is_iterable(ranks):
+            raise InvalidArgument(f"ranks={shown(ranks)}: give a list of ranks, such as [0, 1]")
         members = list(ranks)
         for rank in members:
             self._check_rank(rank, "ranks")

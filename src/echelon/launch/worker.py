@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import NamedTuple
@@ -111,6 +111,10 @@ class Worker:
         leave_if_imported()
         self.connection, theirs = context.Pipe()
         method = multiprocessing.get_start_method(allow_none=True)
+        # Inherited by the worker and its children, such as a DataLoader's. One that is killed leaves its sockets, and
+        # would leave a folder of its own; this process removes the one folder at its end.
+        with contextlib.suppress(OSError):  # no folder can be written
+            util.get_temp_dir()
         self._process = context.Process(target=_serve, args=(theirs, method), name="echelon rank")
         # Ctrl-C reaches all processes of a terminal. One that still imports torch would print where that broke off.
         resource_tracker.ensure_running()  # by itself, `start` would start it first, and unblock the signal

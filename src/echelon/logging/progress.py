@@ -12,7 +12,8 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import Progress, track
 
-from echelon.arguments import refuse_others
+from echelon.arguments import is_iterable, named, refuse_others
+from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch import status_line
 from echelon.launch.init import current_group
@@ -38,14 +39,25 @@ def progress(
         console: rich's console that shows the bar. None: standard error.
 
     Raises:
-        InvalidArgument: `group` is no group.
+        InvalidArgument: `items` cannot be gone through, or `group` is no group.
     """
-    found = current_group() if group is None else check_group(group)
+    if not is_iterable(items):
+        raise InvalidArgument(f"items is {named(items)}: give items to go through, such as range(5) or a loader")
+    return _shown(items, description, current_group() if group is None else check_group(group), total, console)
+
+
+def _shown(
+    items: Iterable[_Item],
+    description: str,
+    group: ProcessGroup | None,
+    total: float | None,
+    console: Console | None,
+) -> Iterator[_Item]:
     # A kernel sets FORCE_COLOR, by which rich takes even a pipe for a terminal.
     forced = False if status_line.in_notebook() else None
     shown = Console(stderr=True, force_terminal=forced) if console is None else console
     columns = _columns_of_launcher() if console is None else None
-    if (found is not None and found.rank != 0) or not (shown.is_terminal or columns):
+    if (group is not None and group.rank != 0) or not (shown.is_terminal or columns):
         yield from items
         return
     count = total if total is not None else float(len(items)) if isinstance(items, Sized) else None

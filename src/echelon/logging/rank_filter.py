@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Collection
 
-from echelon.arguments import is_count
+from echelon.arguments import is_count, is_iterable, shown
 from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch import environment
@@ -32,8 +32,8 @@ class RankFilter(logging.Filter):
             InvalidArgument: an argument has a wrong type.
         """
         super().__init__()
-        if ranks is not None and not (isinstance(ranks, Collection) and all(map(is_count, ranks))):
-            raise InvalidArgument(f"ranks={ranks!r}: give a list of ranks, such as [0], or None for all")
+        if ranks is not None and not (is_iterable(ranks) and all(map(is_count, ranks))):
+            raise InvalidArgument(f"ranks={shown(ranks)}: give a list of ranks, such as [0], or None for all")
         self._group = None if group is None else check_group(group)
         self._ranks = None if ranks is None else frozenset(ranks)
 

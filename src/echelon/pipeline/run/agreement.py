@@ -1,6 +1,6 @@
 """Checks of a Pipeline's arguments, and agreement on them by all ranks.
 
-Ranks agree on the schedule before the model is cut, on the cut, and on refusing stages that FSDP has sharded.
+Ranks agree on the schedule before the model is cut, on the cut, and on refusing stages.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from echelon.arguments import named
+from echelon.arguments import is_count, is_iterable, named, shown
+from echelon.data_parallel.sync_batchnorm import unsynchronized
 from echelon.errors import CollectiveMismatch, PartitionError, ScheduleError, UnsupportedOp
 from echelon.group.group import JsonLike, ProcessGroup, check_group
 from echelon.pipeline import schedules
@@ -26,29 +27,33 @@ from echelon.wording import counted
 _FSDP = "torch.distributed.fsdp"
 
 
-def refuse_sharded_stages(stages: Sequence[Stage], group: ProcessGroup) -> None:
-    """Raises UnsupportedOp on all ranks if a stage of any of them is sharded by FSDP.
+def refuse_stages(stages: Sequence[Stage], group: ProcessGroup, data_parallel: ProcessGroup | None) -> None:
+    """Raises UnsupportedOp on all ranks if one has a stage that FSDP shards, or replicas of torch's SyncBatchNorm.
 
     FSDP gathers a block's parameters before its forward and before its backward, and frees them afterwards. W of a
     split backward runs after that: it would compute wrong weight gradients, without an error.
     """
-    told = [str(found) for found in group.all_gather_object(_sharded(stages)) if found]
+    mine = [_sharded(stages)]
+    if data_parallel is not None and data_parallel.world_size > 1:
+        mine += [unsynchronized(stage.module) for stage in stages]
+    told = [str(found) for found in group.all_gather_object(max(mine)) if found]
     if told:
-        raise UnsupportedOp(
-            f"{told[0]} is sharded by FSDP, and a pipeline cannot run that: pass the plain stage, with data_parallel= "
-            "for replicas and ZeroOptimizer to shard their optimizer's state"
-        )
+        raise UnsupportedOp(told[0])
 
 
 def _sharded(stages: Sequence[Stage]) -> str:
-    """Returns the first FSDP module of these stages, in words. Empty if there is none."""
+    """Says which module of these stages is sharded by FSDP. Empty if there is none."""
     fsdp = sys.modules.get(_FSDP)
     if fsdp is None:  # nothing is sharded then, and importing it takes a second
         return ""
     for stage in stages:
         for name, module in stage.module.named_modules():
             if isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel):
-                return f"stage {stage.index}, module {name!r}" if name else f"stage {stage.index}"
+                what = f"stage {stage.index}, module {name!r}" if name else f"stage {stage.index}"
+                return (
+                    f"{what} is sharded by FSDP, and a pipeline cannot run that: pass the plain stage, with "
+                    "data_parallel= for replicas and ZeroOptimizer to shard their optimizer's state"
+                )
     return ""
 
 
@@ -191,9 +196,10 @@ def stages_to_recompute(recompute: object, num_stages: int) -> list[int]:
     """
     if isinstance(recompute, bool):
         return list(range(num_stages)) if recompute else []
-    if not isinstance(recompute, Collection) or not all(stage in range(num_stages) for stage in recompute):
-        raise UnsupportedOp(f"recompute={recompute!r}: give True, or a list of stages from 0 to {num_stages - 1}")
-    return sorted(set(recompute))
+    stages = list(recompute) if is_iterable(recompute) else [-1]
+    if not all(is_count(stage) and stage < num_stages for stage in stages):
+        raise UnsupportedOp(f"recompute={shown(recompute)}: give True, or a list of stages from 0 to {num_stages - 1}")
+    return sorted(set(stages))
 
 
 def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str]) -> ProcessGroup:

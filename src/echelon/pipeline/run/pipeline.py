@@ -32,7 +32,7 @@ from echelon.pipeline.run.agreement import (
     check_groups,
     choose_schedule,
     own_group,
-    refuse_sharded_stages,
+    refuse_stages,
     stages_to_recompute,
 )
 from echelon.pipeline.run.loss import (
@@ -466,7 +466,7 @@ class Pipeline:
         self.at = parts.at
         """Names of the layers that stages 1, 2, ... begin with; empty for a list of stages."""
         self.stages = keep(parts, self.schedule.placement, self._group.rank)
-        refuse_sharded_stages(self.stages, self._group)
+        refuse_stages(self.stages, self._group, self._data_parallel)
         ties = agree_on_ties(find_ties(parts), self._group)
         tied = TiedWeights(ties, self.stages, self.schedule.placement, self._group)
         self._weights = Weights(self.stages, tied, self._group)

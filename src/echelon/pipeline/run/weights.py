@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from numbers import Real
 
 import torch
@@ -21,6 +21,9 @@ from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.ties import TiedWeights
 from echelon.pipeline.run.clipped_alone import ClippedAlone
 from echelon.pipeline.stage.stage import Stage
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of a norm of gradients."""
 
 
 class UnevenSteps:
@@ -284,7 +287,7 @@ class Weights:
             raise InvalidArgument(f"max_norm={shown(max_norm)}: give a number of at least 0, such as 1.0")
         if not isinstance(norm_type, Real | str):
             raise InvalidArgument(f"norm_type={shown(norm_type)}: give a number above 0, or inf")
-        max_norm, norm = float(max_norm), self._norm(float(norm_type))
+        max_norm, (norm, dtype) = float(max_norm), self._norm(float(norm_type))
         if self._clipped_alone is not None:
             self._clipped_alone.end()
         if error_if_nonfinite and not norm.isfinite():
@@ -299,32 +302,37 @@ class Weights:
                 for _, parameter in self.named_parameters():
                     if parameter.grad is not None:
                         parameter.grad.mul_(factor.item())
-        return norm
+        return norm.to(dtype)
 
-    def _norm(self, norm_type: float) -> torch.Tensor:
-        """Returns the norm of all gradients on every rank; a tied weight counts once."""
+    def _norm(self, norm_type: float) -> tuple[torch.Tensor, torch.dtype]:
+        """Returns the norm of all gradients on every rank, and their common dtype; a tied weight counts once."""
         if not norm_type > 0:
             raise UnsupportedOp(f"norm_type={norm_type}: give a number above 0, or inf")
         problem = self._gradient_problem()
-        norms = [
-            torch.linalg.vector_norm(_precise(parameter.grad.detach()), norm_type).cpu()
+        gradients = [
+            parameter.grad.detach()
             for _, parameter in self.named_parameters()
             if problem is None and parameter.grad is not None and self._ties.is_counted_here(parameter)
         ]
+        norms = [torch.linalg.vector_norm(_precise(gradient), norm_type).cpu() for gradient in gradients]
         mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device="cpu")
         is_largest = norm_type == float("inf")
         part = mine.max() if is_largest else mine.pow(norm_type).sum()
         # Problems travel with the norm, since a rank that raised alone would leave the others in the all_reduce.
-        told = torch.stack([part, torch.tensor(float(problem is not None), dtype=part.dtype, device="cpu")])
-        total, num_problems = self._group.all_reduce(told, op="max" if is_largest else "sum").unbind()
+        own = [any(gradient.dtype.to_real() == dtype for gradient in gradients) for dtype in _DTYPES]
+        told = torch.cat([part[None], torch.tensor([problem is not None, *own], dtype=part.dtype, device="cpu")])
+        total, num_problems, *of_dtypes = self._group.all_reduce(told, op="max" if is_largest else "sum").unbind()
         if problem is not None:
             raise problem
-        if not stands_for_device(told) and num_problems:
+        is_known = not stands_for_device(told)
+        if is_known and num_problems:
             raise UnsupportedOp(
                 "clip_grad_norm_: another rank has a gradient without memory of its own, such as a DTensor, and says "
                 "which: nothing was scaled"
             )
-        return total if is_largest else total.pow(1.0 / norm_type)
+        having = [dtype for dtype, number in zip(_DTYPES, of_dtypes if is_known else own, strict=True) if number]
+        dtype = reduce(torch.promote_types, having) if having else torch.get_default_dtype()
+        return total if is_largest else total.pow(1.0 / norm_type), dtype
 
     def _gradient_problem(self) -> UnsupportedOp | None:
         """Returns the error for the first gradient without memory of its own. None if there is none."""
