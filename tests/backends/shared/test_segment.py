@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import echelon
+from echelon.arguments import MAX_LOCAL_WORLD_SIZE
 from echelon.backends.collective import Collective
 from echelon.backends.formats import memory_layout
 from echelon.backends.lanes import InOrder
@@ -41,21 +42,25 @@ def test_parts_are_given_out_once_and_seen_by_all_who_map_them(segment):
     assert segment.map(second, 1).data[0] == 0
 
 
-@pytest.mark.parametrize("offset", [-4096, 1, 2 << 57])
+@pytest.mark.parametrize("offset", [-4096, 1, 2 << 50])
 def test_what_is_outside_is_not_mapped(segment, offset):
     with pytest.raises(echelon.ConnectError, match="are outside a shared memory of"):
         segment.map(offset, 4096)
 
 
 def test_a_part_that_ends_outside_is_not_mapped(segment):
-    last_page = (2 << 57) - 4096
+    last_page = (2 << 50) - 4096
     assert len(segment.map(last_page, 4096).data) == 4096
     with pytest.raises(echelon.ConnectError, match="are outside a shared memory of"):
         segment.map(last_page, 4097)
 
 
+def test_as_many_ranks_as_a_host_may_start_share_a_file():
+    Segment.create(MAX_LOCAL_WORLD_SIZE).close()
+
+
 def test_the_file_cannot_be_changed_in_size(segment):
-    for size in (0, 4096, 4 << 57):
+    for size in (0, 4096, 4 << 50):
         with pytest.raises(OSError):
             os.ftruncate(segment.fd, size)
 
