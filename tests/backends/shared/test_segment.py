@@ -1,7 +1,9 @@
 """The memory itself: who gets it, what is believed of it, and words in it to wait on."""
 
+import errno
 import logging
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -102,6 +104,22 @@ def test_files_that_came_before_a_failure_are_closed(segment):
     with pytest.raises(echelon.ConnectError):
         fd_passing.take(connection, 2)  # one is sent
     assert len(os.listdir("/proc/self/fd")) == num_open - 1  # without the connection
+
+
+def test_files_wait_while_too_many_are_on_their_way(segment, monkeypatch):
+    giver = fd_passing.FdServer([segment.fd], 1)
+    connection = fd_passing.dial(giver.name, giver.token, os.getpid(), SECONDS)
+    send, refusals = socket.send_fds, [OSError(errno.ETOOMANYREFS, "too many")] * 2
+
+    def refuse_twice(*arguments):
+        if refusals:
+            raise refusals.pop()
+        return send(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", refuse_twice)
+    giver.give([os.getpid()], SECONDS)
+    giver.close()
+    os.close(*fd_passing.take(connection, 1))
 
 
 def test_another_process_than_the_giver_is_not_trusted(segment):
