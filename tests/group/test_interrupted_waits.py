@@ -63,6 +63,31 @@ def test_a_handler_runs_while_the_rank_waits(pool, backend, kind, tmp_path):
     assert max(delays) < 2.0  # 20 ms at most on an idle machine, after which each sleep ends
 
 
+def ask_in_a_handler(group, kind):
+    """Rank 0 waits for rank 1, which comes when it has answered a message from a signal's handler of rank 0."""
+    if group.rank == 1:
+        group.send(group.recv(0, tag=5, timeout=10.0), 0, tag=6)
+        return [5.0], communicate(group, kind)
+    answers = []
+
+    def ask(*_):
+        group.send(torch.tensor([5.0]), 1, tag=5)
+        answers.append(group.recv(1, tag=6, timeout=10.0).item())
+
+    before = signal.signal(signal.SIGALRM, ask)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.03)
+        return answers, communicate(group, kind)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["all_reduce", "recv"])
+def test_a_handler_communicates_while_the_rank_waits(pool, backend, kind):
+    assert pool.run(ask_in_a_handler, 2, kind, backend=backend) == [([5.0], 2.0)] * 2
+
+
 def press_ctrl_c(group, kind):
     """Rank 0 gets SIGINT while it waits; returns what each rank is told, and whether both still work together."""
     other = group.subgroup([0, 1])

@@ -36,6 +36,11 @@ def test_what_a_rank_has_for_itself_is_not_shown(pool, world_size):
     pool.run(shared_memory_checks.check_own_blocks_stay, world_size, backend="shm")
 
 
+def test_memory_of_a_group_is_given_back_when_all_ranks_have_dropped_it():
+    growth = run_forked(shared_memory_checks.check_dropped_groups, 3, backend="shm")
+    assert max(growth.values()) <= 1 << 16
+
+
 def test_a_rank_that_shows_more_bytes_than_its_rows_have_is_refused():
     for text in run_forked(shared_memory_checks.show_more_than_there_is, 2, backend="shm").values():
         assert "rank 1 of the group published 40 bytes" in text

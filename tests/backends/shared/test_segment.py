@@ -1,7 +1,9 @@
 """The memory itself: who gets it, what is believed of it, and words in it to wait on."""
 
+import errno
 import logging
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import echelon
+from echelon.arguments import MAX_LOCAL_WORLD_SIZE
 from echelon.backends.collective import Collective
 from echelon.backends.formats import memory_layout
 from echelon.backends.lanes import InOrder
@@ -41,21 +44,25 @@ def test_parts_are_given_out_once_and_seen_by_all_who_map_them(segment):
     assert segment.map(second, 1).data[0] == 0
 
 
-@pytest.mark.parametrize("offset", [-4096, 1, 2 << 57])
+@pytest.mark.parametrize("offset", [-4096, 1, 2 << 50])
 def test_what_is_outside_is_not_mapped(segment, offset):
     with pytest.raises(echelon.ConnectError, match="are outside a shared memory of"):
         segment.map(offset, 4096)
 
 
 def test_a_part_that_ends_outside_is_not_mapped(segment):
-    last_page = (2 << 57) - 4096
+    last_page = (2 << 50) - 4096
     assert len(segment.map(last_page, 4096).data) == 4096
     with pytest.raises(echelon.ConnectError, match="are outside a shared memory of"):
         segment.map(last_page, 4097)
 
 
+def test_as_many_ranks_as_a_host_may_start_share_a_file():
+    Segment.create(MAX_LOCAL_WORLD_SIZE).close()
+
+
 def test_the_file_cannot_be_changed_in_size(segment):
-    for size in (0, 4096, 4 << 57):
+    for size in (0, 4096, 4 << 50):
         with pytest.raises(OSError):
             os.ftruncate(segment.fd, size)
 
@@ -97,6 +104,22 @@ def test_files_that_came_before_a_failure_are_closed(segment):
     with pytest.raises(echelon.ConnectError):
         fd_passing.take(connection, 2)  # one is sent
     assert len(os.listdir("/proc/self/fd")) == num_open - 1  # without the connection
+
+
+def test_files_wait_while_too_many_are_on_their_way(segment, monkeypatch):
+    giver = fd_passing.FdServer([segment.fd], 1)
+    connection = fd_passing.dial(giver.name, giver.token, os.getpid(), SECONDS)
+    send, refusals = socket.send_fds, [OSError(errno.ETOOMANYREFS, "too many")] * 2
+
+    def refuse_twice(*arguments):
+        if refusals:
+            raise refusals.pop()
+        return send(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", refuse_twice)
+    giver.give([os.getpid()], SECONDS)
+    giver.close()
+    os.close(*fd_passing.take(connection, 1))
 
 
 def test_another_process_than_the_giver_is_not_trusted(segment):

@@ -4,6 +4,7 @@ The region of a group is a sequence of rank regions, one for each rank. Only its
 
     0         tick      u64   counter: steps of the group's collectives that this rank has done
     64        asleep    u64   not 0: this rank sleeps, or is about to, until another tick changes
+    72        left      u64   1: this rank has no use for the region any more
     128       words     2 x 16 u64: the operation's mark, 14 numbers, and the mark of the published result, in turns
     1024      note      2 x 1536 bytes: this rank's text for the operation, ended by a zero, in turns
     4096      result    2 x 2 KiB: the result that one rank has combined for all, in turns
@@ -23,6 +24,7 @@ NUM_WORDS = 14
 
 TICK = 0
 ASLEEP = 64
+LEFT = 72
 _WORDS = 128
 _NOTES = 1024
 NOTE_ROOM = 1536

@@ -4,8 +4,9 @@ Strategy. One lock guards all state; no call blocks while it holds the lock. At 
 thread that waits on a Work polls for all until its Work is done; the others sleep on a condition. A thread that stops
 polling wakes another one, whether it waited itself or only polled once. A thread that completes a Work while another
 one polls wakes that thread (eventfd). The background thread polls only while operations are in flight that no thread
-waits for; a thread that begins to wait wakes it and takes over. Closing wakes the polling thread, and frees the poller
-only when no thread polls.
+waits for; a thread that begins to wait wakes it and takes over. A signal's handler may interrupt the thread that polls
+and wait, too. It then polls itself, and the interrupted poll ends early. Closing wakes the polling thread, and frees
+the poller only when no thread polls.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Progress:
         self._changed = threading.Condition(self.lock)
         self._background_wanted = threading.Condition(self.lock)
         self._num_waiters = 0
-        self._is_polling = False
+        self._polling_thread = 0
+        """Thread that polls. 0: none."""
         self._background_polls = False
         self._background_was_kept_out = False
         """Whether the background thread sleeps only because another thread was in `poll_once`."""
@@ -97,7 +99,7 @@ class Progress:
     def _step(self, seconds: float, own_waits: int) -> None:
         if self.is_closed:
             raise self._closed_error()
-        if not self._is_polling:
+        if self._may_poll():
             self._poll(seconds, self.may_spin(), own_waits)
             return
         if self._background_polls:  # makes it stop: a waiting thread that polls itself saves a switch of threads
@@ -108,10 +110,18 @@ class Progress:
         """Polls without blocking, unless another thread polls. Releases the lock meanwhile."""
         if self.is_closed:
             raise self._closed_error()
-        if not self._is_polling:
+        if self._may_poll():
             self._poll(0, False)
             if self._background_was_kept_out:
                 self._background_wanted.notify()
+
+    @property
+    def _is_polling(self) -> bool:
+        return self._polling_thread != 0
+
+    def _may_poll(self) -> bool:
+        # The second is true in a signal's handler: the poll that it interrupts goes on after it alone.
+        return not self._is_polling or self._polling_thread == threading.get_ident()
 
     def wake(self) -> None:
         """Wakes every waiting thread, because a Work may have completed outside of polling."""
@@ -163,13 +173,16 @@ class Progress:
 
     def _poll(self, seconds: float, spins: bool, own_waits: int = 0) -> None:
         """Polls once without the lock; `own_waits` is 1 if the calling thread counts as a waiter, else 0."""
-        self._is_polling = True  # under the lock, so no second thread polls
+        interrupted = self._polling_thread
+        self._polling_thread = threading.get_ident()  # under the lock, so no second thread polls
         self.lock.release()
         try:
             events = self._poller.wait(seconds, spins)
         finally:
             self.lock.acquire()
-            self._is_polling = False
+            self._polling_thread = interrupted
+        if interrupted:  # its work may be done, and peers take this rank for awake
+            self._poller.wake()
         if self.is_closed:  # `close` waits for this thread to leave the poller
             self._changed.notify_all()
             return

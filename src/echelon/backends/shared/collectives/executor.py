@@ -6,18 +6,22 @@ small operation that is the only synchronisation: every rank writes its data bes
 of all. Large ones go through slots, piece by piece, in the order of `slot_order.pipeline`.
 
 A waiting rank checks every 20 to 50 ms for the death of a peer, for a revoked group, and for its deadline. The first
-operation of a group maps the group's region, which its first rank allocates.
+operation of a group maps the group's region, which its first rank allocates. The last rank that drops the group returns
+the region's memory to the system.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from echelon._native import Act, Target
+from echelon._native import Act, Target, core
 from echelon.backends.collective import REDUCTIONS, Collective, CollectiveExecutor, Run
 from echelon.backends.formats import memory_layout
 from echelon.backends.lanes import CAUSE_SECONDS, InOrder, wait_for_news
@@ -28,7 +32,7 @@ from echelon.backends.shared.collectives.native_calls import NativeCalls, Way
 from echelon.backends.shared.collectives.rank_region import RankRegions, Shared
 from echelon.backends.shared.collectives.symmetric import SymmetricMemory
 from echelon.backends.shared.collectives.sync_block import SyncBlock
-from echelon.backends.shared.memory.segment import Segment, Window
+from echelon.backends.shared.memory.segment import Segment, Window, words_of
 from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.errors import PeerFailed
 from echelon.operation_records import OperationRecord
@@ -148,6 +152,7 @@ class SharedMemoryExecutor(CollectiveExecutor):
                 call.lookout.look(ranks[rank], has_come)
 
         count = len(ranks)
+        weakref.finalize(self, _leave, region, self._rank, count, os.getpid()).atexit = False
         board = SyncBlock(region, ranks, self._rank, host.waiter, check_liveness)
         symmetric = SymmetricMemory(host.segment, self._rank, count)
         self.known.open(board)
@@ -160,6 +165,20 @@ class SharedMemoryExecutor(CollectiveExecutor):
             self.known,
         )
         return self._shared
+
+
+def _leave(region: Window, rank: int, count: int, process: int) -> None:
+    """Notes that a rank has no use for a region any more. Releases the region's memory after all ranks have left."""
+    if os.getpid() != process:
+        return  # a forked child dropped its private copy
+    words = words_of(region)
+    starts = range(0, count * memory_layout.ROOM_BYTES, memory_layout.ROOM_BYTES)
+    notes = [(start + memory_layout.LEFT) // memory_layout.WORD_BYTES for start in starts]
+    words[notes[rank]] = 1
+    # The own note before the others are read: of the last two ranks, at least one sees all.
+    core.fence()
+    if all(words[note] for note in notes):
+        region.memory.madvise(mmap.MADV_REMOVE)
 
 
 _Act: TypeAlias = Callable[[Shared, OperationRecord, Any, torch.Tensor | None], Any]

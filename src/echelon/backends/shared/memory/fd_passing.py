@@ -7,6 +7,7 @@ the token. A stranger is hung up on unanswered. Every wait ends at its caller's 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -20,6 +21,8 @@ from echelon.errors import AuthenticationError, ConnectError
 TOKEN_BYTES = 32
 # The kernel takes at most 253 with one message (SCM_MAX_FD).
 _FDS_AT_ONCE = 250
+_PAUSE = 0.005
+"""Seconds after which files are sent again where too many were on their way."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -60,7 +63,7 @@ class FdServer:
                 # token.
                 if (pid := _caller(connection)) in missing and self._knows_token(connection, deadline):
                     for start in range(0, len(self._fds), _FDS_AT_ONCE):
-                        socket.send_fds(connection, [b"\1"], self._fds[start : start + _FDS_AT_ONCE])
+                        _send(connection, self._fds[start : start + _FDS_AT_ONCE], deadline)
                     missing.remove(pid)
 
     def _knows_token(self, connection: socket.socket, deadline: float) -> bool:
@@ -128,6 +131,20 @@ def take(connection: socket.socket, count: int) -> list[int]:
     for fd in taken:
         os.set_inheritable(fd, False)
     return taken
+
+
+def _send(connection: socket.socket, fds: Sequence[int], deadline: float) -> None:
+    while True:
+        try:
+            socket.send_fds(connection, [b"\1"], fds)
+        except OSError as error:
+            # All files of a user that were not received yet count against RLIMIT_NOFILE, unless the user is root: with
+            # 32 ranks, which get 33 files each, they are more than the usual 1,024.
+            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE)
+        else:
+            return
 
 
 def _caller(connection: socket.socket) -> int:

@@ -1,6 +1,6 @@
 """Shared memory of one host: an unnamed file that all local ranks have open and map in parts.
 
-The file has 2**57 bytes per rank and takes memory only where something was written. It can neither shrink nor grow, so
+The file has 2**50 bytes per rank and takes memory only where something was written. It can neither shrink nor grow, so
 no peer can remove pages that another has mapped (SIGBUS). Each rank allocates from its own range and never reuses an
 address: freed parts leave holes. The file ends with the last process that has it open or mapped, however that process
 ends.
@@ -22,7 +22,8 @@ from echelon.backends.modes import normal_mode
 from echelon.backends.shared.memory.mapping import File, Mapping
 from echelon.errors import ConnectError, UnsupportedOp
 
-RANGE_BYTES = 1 << 57
+# The ranges of 4,096 ranks, the most on one host, have to stay below 2**63 bytes, the most that a file can have.
+RANGE_BYTES = 1 << 50
 """Of each rank."""
 # Sealed in size for good: F_SEAL_SEAL keeps peers from adding seals, such as one against writing.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
