@@ -1,4 +1,4 @@
-"""A buffer that a traced model writes to stays in one stage: each stage would have a copy of its own."""
+"""A tensor that a traced model writes to stays in one stage: each stage would have a copy of its own."""
 
 import pytest
 import torch
@@ -68,3 +68,21 @@ def test_a_buffer_may_be_written_in_the_stage_that_uses_it(write):
     for count in (1, 2):
         assert torch.equal(last(first(X)), model.third(model.second(model.first(X)) * last.count.sum()))
         assert last.count[0] == count
+
+
+class Marking(Counting):
+    """The counter is an argument of the model."""
+
+    def forward(self, x, counted):
+        x = self.before(counted, self.first(x))
+        return self.third(self.after(counted, self.second(x)))
+
+
+def test_a_stage_does_not_use_a_keyword_argument_that_another_writes_to():
+    with pytest.raises(PartitionError, match="counted is used before and after the beginning of second"):
+        split(
+            Marking(adds_to_a_view, reads),
+            at=["second"],
+            example=(X,),
+            example_kwargs={"counted": torch.zeros(3)},
+        )

@@ -14,7 +14,7 @@ from torch import fx
 
 from echelon._torch_private.tensors import draws_random_numbers, writes_in_place
 from echelon.errors import PartitionError
-from echelon.pipeline.cut.tracing import Constant, Positional, Trace, Weight
+from echelon.pipeline.cut.tracing import Constant, Keyword, Positional, Trace, Weight
 from echelon.pipeline.cut.written_weights import written_weights
 
 
@@ -30,7 +30,7 @@ class GraphCut:
 
         Raises:
             PartitionError: a name that is no layer, names that are not in the order in which the layers run, or a
-                buffer that one stage would write to and another one use.
+                buffer or keyword argument that one stage would write to and another one use.
         """
         self.trace = trace
         starts = _starts(trace, at)
@@ -38,7 +38,7 @@ class GraphCut:
             for start, name in zip(starts[1:], at, strict=True):
                 if use.is_cut(start):
                     raise PartitionError(
-                        f"{_name_of(use.weight, trace)} is used before and after the beginning of {name}, and the "
+                        f"{_name_of(use.written, trace)} is used before and after the beginning of {name}, and the "
                         "forward writes to it: each stage would have a copy of its own, so name other layers in at="
                     )
         self._last = len(starts) - 1
@@ -137,9 +137,9 @@ def _is_float(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _name_of(weight: fx.Node, trace: Trace) -> str:
-    source = trace.sources[weight]
-    return source.name if isinstance(source, Weight) else f"the tensor {weight.name} of the model"
+def _name_of(node: fx.Node, trace: Trace) -> str:
+    source = trace.sources[node]
+    return source.name if isinstance(source, Weight | Keyword) else f"the tensor {node.name} of the model"
 
 
 def _starts(trace: Trace, at: Sequence[str]) -> list[int]:
@@ -192,7 +192,7 @@ def _some(known: Mapping[str, int]) -> str:
 def _repeatable(trace: Trace) -> Iterator[fx.Node]:
     """Yields the operations whose results depend only on sizes, constants and buffers that are not written to."""
     written = {needed for node in trace.body if writes_in_place(node.target) for needed in node.all_input_nodes}
-    written |= {use.weight for use in written_weights(trace)}
+    written |= {use.written for use in written_weights(trace)}
     fixed = {
         node
         for node, source in trace.sources.items()

@@ -1,4 +1,4 @@
-"""Weights that a traced model writes to in its forward, also through views of them."""
+"""Weights and keyword arguments that a traced model writes to in its forward, also through views of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple, TypeAlias
 from torch import fx, nn
 
 from echelon._torch_private.tensors import tree_leaves, used_memory
-from echelon.pipeline.cut.tracing import Constant, Trace, Weight
+from echelon.pipeline.cut.tracing import Positional, Trace
 
 
 class Use(NamedTuple):
-    """Operations that use a weight which the model writes to."""
+    """Operations that use a weight or a keyword argument which the model writes to."""
 
-    weight: fx.Node
+    written: fx.Node
     first: int
     """Number of the first one."""
     last: int
-    """Number of the last one. The number of all operations if the model returns the weight."""
+    """Number of the last one. The number of all operations if the model returns it."""
 
     def is_cut(self, place: int) -> bool:
         """Whether a stage that begins with an operation would use a copy, to which the earlier stage does not write."""
@@ -27,16 +27,18 @@ class Use(NamedTuple):
 
 
 def written_weights(trace: Trace) -> list[Use]:
-    """Returns the parameters, buffers and constants that a trace writes to."""
-    weights = [node for node, source in trace.sources.items() if isinstance(source, Constant | Weight)]
+    """Returns the parameters, buffers, constants and keyword arguments that a trace writes to."""
+    # Positional inputs pass from stage to stage, with all changes.
+    weights = [node for node, source in trace.sources.items() if not isinstance(source, Positional)]
     writes = list(_writes(trace.body, {weight: {weight} for weight in weights}, trace.modules))
-    found = []
-    for weight in weights:
-        if any(weight in written for written in writes):
-            uses = [weight in node.all_input_nodes or weight in to for node, to in zip(trace.body, writes, strict=True)]
-            numbers = [number for number, is_used in enumerate((*uses, weight in trace.outputs)) if is_used]
-            found.append(Use(weight, numbers[0], numbers[-1]))
-    return found
+    written = set().union(*writes)
+    uses: dict[fx.Node, list[int]] = {weight: [] for weight in weights if weight in written}
+    for number, (node, to) in enumerate(zip(trace.body, writes, strict=True)):
+        for weight in to.union(written.intersection(node.all_input_nodes)):
+            uses[weight].append(number)
+    for weight in written.intersection(each for each in trace.outputs if isinstance(each, fx.Node)):
+        uses[weight].append(len(trace.body))
+    return [Use(weight, numbers[0], numbers[-1]) for weight, numbers in uses.items()]
 
 
 _Memory: TypeAlias = dict[fx.Node, set[fx.Node]]
