@@ -156,6 +156,26 @@ def test_ranks_without_gradients_or_elements_skip_the_same_steps():
     assert echelon.simulate(uneven_stages, 3).results == [*trained, ([1.0, 1.0], 1.0, True)]
 
 
+def with_a_sparse_gradient(group):
+    """Rank 1 is bad in the first step; rank 0 has rows of an embedding, one of them twice."""
+    scaler = echelon.amp.GradScaler(group, init_scale=2.0)
+    weight = nn.Parameter(torch.ones(3, 1))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    values = []
+    for bad in (True, False):
+        entries = torch.full((2, 1), torch.inf if bad and group.rank == 1 else 1.0)
+        weight.grad = torch.sparse_coo_tensor([[2, 2]], entries, (3, 1), check_invariants=True)
+        scaler.step(optimizer)
+        scaler.update()
+        values.append(weight.flatten().tolist())
+    return values
+
+
+def test_sparse_gradients_are_scaled():
+    expected = [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
+    assert echelon.simulate(with_a_sparse_gradient, 2).results == [expected, expected]
+
+
 def test_wrong_arguments():
     with echelon.init() as group:
         with pytest.raises(InvalidArgument, match=r"group is 'cuda' \(str\)"):

@@ -76,14 +76,17 @@ class GradScaler(torch.amp.GradScaler):
             return
         parameters = [one for each in optimizer.param_groups for one in each["params"] if one.numel()]
         having = [parameter for parameter in parameters if parameter.grad is not None]
-        is_bad = self._agree([parameter.grad for parameter in having])
+        for parameter in having:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        is_bad = self._agree([_values_of(parameter.grad) for parameter in having])
         # torch's scaler refuses an optimizer without any gradient, as that of a frozen stage: one gets zeros meanwhile.
         frozen = [] if having else parameters[:1]
         for parameter in frozen:
             parameter.grad = torch.zeros_like(parameter)
         if is_bad:
             for parameter in [*having, *frozen][:1]:
-                parameter.grad.fill_(torch.inf)  # the step is skipped by this rank's own check
+                _values_of(parameter.grad).fill_(torch.inf)  # the step is skipped by this rank's own check
         self._unscaled.add(id(optimizer))
         try:
             super().unscale_(optimizer)
@@ -124,3 +127,8 @@ class GradScaler(torch.amp.GradScaler):
         bad = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         flag = torch.tensor(float(bad), device=self._group.device)
         return bool(self._group.all_reduce(flag, "max").item())
+
+
+def _values_of(gradient: Tensor) -> Tensor:
+    """Returns the values of a gradient, which share its memory."""
+    return gradient.values() if gradient.is_sparse else gradient

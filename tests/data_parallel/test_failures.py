@@ -20,6 +20,8 @@ def different_models(group, change):
             module.add_module("extra", nn.Linear(1, 1))
         elif change == "dtype":
             module[4].double()
+        elif change == "strides":
+            module[2].weight = nn.Parameter(module[2].weight.t().contiguous().t())
         elif change == "buffer":
             module.register_buffer("mask", torch.ones(2))
         elif change == "frozen":
@@ -38,6 +40,7 @@ DIFFERENCES = {
     "shape": "parameter '2.weight' float32[6, 8] where rank {last} has parameter '2.weight' float32[5, 8]",
     "name": "nothing more where rank {last} has parameter 'extra.weight' float32[1, 1]",
     "dtype": "parameter '4.weight' float32[3, 6] where rank {last} has parameter '4.weight' float64[3, 6]",
+    "strides": "parameter '2.weight' float32[6, 8] where rank {last} has parameter '2.weight' float32[6, 8] with",
     "buffer": "nothing more where rank {last} has buffer 'mask' float32[2]",
     "frozen": "parameter '0.bias' float32[8] where rank {last} has parameter '0.bias' float32[8], frozen",
     "option": "bucket_mb=5.0 where rank 1 has bucket_mb=25.0",

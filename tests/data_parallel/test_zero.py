@@ -335,3 +335,16 @@ def step_with_strides(group):
 def test_a_gradient_may_lie_in_memory_in_another_order():
     for got in echelon.simulate(step_with_strides, 2).results:
         assert torch.equal(got, -torch.arange(12.0).view(4, 3).t())
+
+
+def parameters_with_strides(group):
+    """Shards are ranges of memory, in which each rank has other elements."""
+    parameter = torch.nn.Parameter(torch.zeros(4, 3).t() if group.rank else torch.zeros(3, 4))
+    with pytest.raises(
+        echelon.CollectiveMismatch, match=r"0 float32\[3, 4\] where .* float32\[3, 4\] with strides \[1, 3\]"
+    ):
+        ZeroOptimizer(torch.optim.SGD, [parameter], group, lr=1.0)
+
+
+def test_parameters_lie_in_memory_in_one_order_on_all_ranks():
+    echelon.simulate(parameters_with_strides, 2)

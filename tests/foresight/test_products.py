@@ -332,18 +332,20 @@ def varlen(tokens, documents, *, gpu, **options):
 
 @pytest.mark.parametrize("documents", [1, 4])
 @pytest.mark.parametrize(
-    ("options", "keys"),
-    [({}, 1.0), ({"window_size": (-1, 0)}, 0.5), ({"window_size": (16, 0)}, None), ({"window_size": (16, 16)}, None)],
+    "options",
+    [{}, *({"window_size": size} for size in ((-1, 0), (16, 0), (16, 16), (32, 4), (0, 200)))],
     ids=str,
 )
-def test_attention_to_documents_counts_the_keys_that_a_query_sees(documents, options, keys):
+def test_attention_to_documents_counts_the_keys_that_a_query_sees(documents, options):
     tokens = 256
     seen = foresee(lambda: varlen(tokens, documents, gpu="cuda", **options), 1, gpu="h100")
     forward, backward = (each for each in kernels(seen) if "varlen" in each.name)
-    before, after = options.get("window_size", (0, 0))
-    of_each = before + after if keys is None else keys * tokens / documents
+    length = tokens // documents
+    before, after = (length if each < 0 else each for each in options.get("window_size", (-1, -1)))
+    # A query is in the middle of its own key.
+    seen_keys = sum(min(each + 0.5, before) + min(length - each - 0.5, after) for each in range(length)) / length
     assert forward.kind == backward.kind == "attention"
-    assert forward.flops == 2 * 2 * 4 * 32 * tokens * of_each
+    assert forward.flops == 2 * 2 * 4 * 32 * tokens * seen_keys
     assert backward.flops == forward.flops * 5 // 2
     assert forward.shape == (documents, 4, tokens // documents, tokens // documents, 32)
 

@@ -238,3 +238,16 @@ def weigh_nothing(group):
 def test_weights_that_add_up_to_nothing_are_refused():
     with pytest.raises(echelon.SizeMismatch, match="weights that add up to more than 0"):
         echelon.simulate(weigh_nothing, 1)
+
+
+def replicas_with_strides(group):
+    """Gradients of replicas are averaged in the order of their memory."""
+    stage = nn.Linear(3, 4)
+    if group.rank:
+        stage.weight = nn.Parameter(torch.zeros(3, 4).t())
+    with pytest.raises(echelon.CollectiveMismatch, match=r"'weight' float32\[4, 3\] with strides \[1, 4\]"):
+        Pipeline([stage], echelon.Mesh(group, dp=2, pp=1)["pp"], "gpipe", 2, data_parallel=group)
+
+
+def test_weights_of_replicas_lie_in_memory_in_one_order():
+    echelon.simulate(replicas_with_strides, 2)

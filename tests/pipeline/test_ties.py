@@ -133,3 +133,27 @@ def load_one_name(group):
 
 def test_a_state_dict_may_have_it_once():
     assert echelon.simulate(load_one_name, 2, timeout=20.0).results == [True, True]
+
+
+class Product(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def complex_tied(group):
+    weight = nn.Parameter(torch.full((2, 2), 1 + 1j))
+    pipe = Pipeline([Product(weight), Product(weight)], group, "1f1b", 2, lambda output, _: output.abs().mean())
+    x = torch.ones(2, 2, dtype=torch.complex64)
+    pipe.step(x, target=x)
+    alone = weight.detach().clone().requires_grad_()
+    (x @ alone @ alone).abs().mean().backward()
+    return next(pipe.parameters()).grad, alone.grad
+
+
+def test_a_complex_parameter_may_be_tied():
+    for found, expected in echelon.simulate(complex_tied, 2).results:
+        torch.testing.assert_close(found, expected)

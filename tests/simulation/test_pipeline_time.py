@@ -47,8 +47,9 @@ def test_every_action_runs_when_the_plan_says(name, num_chunks, num_ranks, trans
             assert got == pytest.approx(expected, rel=1e-13, abs=1e-13)
 
 
-def test_costs_may_differ_by_stage():
-    costs = Costs(forward=[1.0, 3.0, 2.0], backward_input=1.0, backward_weight=1.0)
+@pytest.mark.parametrize("by_stage", [{"forward": [1.0, 3.0, 2.0]}, {"activation": [1, 2, 3]}, {"transfer": [0, 0]}])
+def test_costs_may_differ_by_stage(by_stage):
+    costs = Costs(backward_input=1.0, backward_weight=1.0, **by_stage)
     run = echelon.simulate(step, 3, ("1f1b", 5, 1), costs=costs)
     planned = schedules.build("1f1b", num_ranks=3, num_microbatches=5).simulate(costs)
     assert run.results[0].makespan == planned.makespan

@@ -285,6 +285,24 @@ def writes_in_place(operation: object) -> bool:
     return isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable
 
 
+class UsedMemory(NamedTuple):
+    """Argument of an operator whose memory the operator writes to, or shares with its results."""
+
+    position: int
+    name: str
+    is_written: bool
+
+
+def used_memory(operation: object) -> list[UsedMemory]:
+    """Returns the arguments that one of torch's operators writes to, or returns views of."""
+    arguments = operation._schema.arguments if isinstance(operation, torch._ops.OpOverload) else ()
+    return [
+        UsedMemory(position, each.name, each.alias_info.is_write)
+        for position, each in enumerate(arguments)
+        if each.alias_info is not None
+    ]
+
+
 def draws_random_numbers(operation: object) -> bool:
     """Whether one of torch's operators draws random numbers from its device's generator."""
     return isinstance(operation, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in operation.tags

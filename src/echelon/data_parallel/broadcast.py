@@ -16,7 +16,7 @@ from echelon.group.group import JsonLike, ProcessGroup
 
 
 def check_same_model(module: torch.nn.Module, group: ProcessGroup, options: Iterable[str]) -> None:
-    """Compares names, shapes and dtypes of parameters and buffers over all ranks, in their order. Blocks.
+    """Compares names, shapes, dtypes and strides of parameters and buffers over all ranks, in their order. Blocks.
 
     Call it before any tensor of the model is sent, so that ranks never write into tensors of another shape.
 
@@ -50,12 +50,20 @@ def check_same_lines(lines: Sequence[str], group: ProcessGroup) -> None:
 def outline(module: torch.nn.Module) -> list[str]:
     """Returns a line for each parameter and each buffer."""
     parameters = [
-        f"parameter {name!r} {describe(tensor.shape, tensor.dtype)}{'' if tensor.requires_grad else ', frozen'}"
+        f"parameter {name!r} {described(tensor)}{'' if tensor.requires_grad else ', frozen'}"
         for name, tensor in module.named_parameters()
     ]
     return parameters + [
         f"buffer {name!r} {describe(tensor.shape, tensor.dtype)}" for name, tensor in module.named_buffers()
     ]
+
+
+def described(parameter: torch.Tensor) -> str:
+    """Returns dtype and shape of a parameter, with its strides if its memory is in another order than its dims."""
+    # Gradients and shards are exchanged in the order of the memory.
+    dense = parameter if parameter.is_contiguous() else torch.empty_like(parameter, device="meta")
+    order = "" if dense.is_contiguous() else f" with strides {list(dense.stride())}"
+    return describe(parameter.shape, parameter.dtype) + order
 
 
 def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:

@@ -190,7 +190,8 @@ class SampleWeights:
         elif any(summary.num_having):
             raise UnsupportedOp(
                 "average='samples', but no rank has samples: samples are the rows of the first tensor given to the "
-                "model's forward; call the model so, or use average='ranks'"
+                "model's forward, and count for its first backward; call the model so, add up the losses of a forward, "
+                "or use average='ranks'"
             )
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from echelon.arguments import check_bucket_mb, named, no_attribute, refuse_others
 from echelon.backends.admission import check_values, has_values
-from echelon.backends.memory import describe
-from echelon.data_parallel.broadcast import check_same_lines, kind_of
+from echelon.data_parallel.broadcast import check_same_lines, described, kind_of
 from echelon.data_parallel.layout import MEBIBYTE, Piece, pieces_between, shard_layout
 from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
 from echelon.group.group import JsonLike, ProcessGroup
@@ -206,7 +205,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options: options of the optimizer, such as lr.
 
         Raises:
-            CollectiveMismatch: on every rank, if optimizers or shapes or dtypes of parameters differ.
+            CollectiveMismatch: on every rank, if optimizers, or shapes, dtypes or strides of parameters differ.
             UnsupportedOp: the optimizer is not elementwise, or a parameter has gaps in memory or no memory of its own.
             InvalidArgument: `optimizer_class` is no class of optimizers, `params` are no parameters, there is no
                 group, or `bucket_mb` no size.
@@ -359,7 +358,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         new: list[Tensor] = [parameter for each in param_groups for parameter in each["params"]]
         for number, one in enumerate(new, start=first):
             check_values(one, f"ZeroOptimizer, parameter {number},")
-        lines = [f"parameter {number} {describe(one.shape, one.dtype)}" for number, one in enumerate(new, start=first)]
+        lines = [f"parameter {number} {described(one)}" for number, one in enumerate(new, start=first)]
         with self._group.backend.flight_recorder.within(SHARD):
             check_same_lines([f"optimizer {self._name}", *lines], self._group)
         rows = _rows_of(new, first, self._group.world_size)

@@ -157,7 +157,7 @@ def _of_actions(costs: Costs) -> StepCost:
     @cache
     def price(step: Action | Overlapped) -> float:
         stages = [action.stage for action in actions_of(step)]
-        placement = [0] * (_num_stages(costs) or max(stages) + 1)
+        placement = [0] * (costs.num_stages or max(stages) + 1)
         # All inputs are there at time 0, so that nothing but the action itself is priced.
         arrived = [Handover(stage, 0, backward) for backward in (False, True) for stage in stages]
         (ends,) = play([[step]], placement, 1, costs.per_stage(placement), arrived).ends
@@ -171,9 +171,3 @@ def _of_actions(costs: Costs) -> StepCost:
         return 0.0
 
     return cost
-
-
-def _num_stages(costs: Costs) -> int:
-    """Returns the number of stages if a cost is given per stage. 0 otherwise."""
-    per_stage = (costs.forward, costs.backward_input, costs.backward_weight, costs.overlapped, costs.recompute)
-    return max((len(amount) for amount in per_stage if isinstance(amount, Sequence)), default=0)

@@ -19,7 +19,7 @@ from echelon.backends.collective import Collective, can_hold, result_buffer
 from echelon.backends.memory import as_bytes, new_tensor, plain, without_class
 from echelon.backends.modes import normal_mode, overwrite
 from echelon.backends.operators import accumulation_dtype, combine_in_order
-from echelon.collectives.calls.chunks import Chunks, FlatChunks, ReadOnlyChunks, even_sizes
+from echelon.collectives.calls.chunks import Chunks, FlatChunks, ReadOnlyChunks, even_sizes, in_order
 from echelon.collectives.plans.plan import Copy, Plan, Reduce, Send
 from echelon.operation_records import OperationRecord
 
@@ -337,16 +337,8 @@ def _program(
                     yield True
                 message = messages[step.peer, rank].popleft()
                 if place is not None and chunks.combines_in_place and isinstance(step, Reduce):
-                    _combine_in(place, message, step, combine)
+                    in_order(step, combine)(place, message)
                 elif place is not None:
                     place.copy_(message)
                 came.append(message if place is None else place)
             chunks.keep(step, came, combine)
-
-
-def _combine_in(own: Tensor, other: Tensor, step: Reduce, combine: Callable[[Tensor, Tensor], object]) -> None:
-    if step.received_first:
-        combine(other, own)
-        own.copy_(other)
-    else:
-        combine(own, other)

@@ -220,7 +220,7 @@ class PlayedRole:
 
         Intervals come by start. Where several overlap, the time counts for the first.
         """
-        gaps, at, covered = self._gaps(), 0, 0.0
+        gaps, at, covered = list(_parts_outside([(0.0, self.seconds)], self.computing)), 0, 0.0
         for number, (start, end) in enumerate(intervals):
             begin, covered = max(start, covered), max(covered, end)
             # Later intervals begin no earlier, so these gaps are over for them as well.
@@ -232,16 +232,6 @@ class PlayedRole:
                 first, last = max(opening, begin), min(closing, end)
                 if first < last:
                     yield number, first, last
-
-    def _gaps(self) -> list[tuple[float, float]]:
-        gaps, last = [], 0.0
-        for start, end in self.computing:
-            if start > last:
-                gaps.append((last, start))
-            last = max(last, end)
-        if self.seconds > last:
-            gaps.append((last, self.seconds))
-        return gaps
 
     def kernel_times(self) -> Iterator[KernelTime]:
         """Yields the kernels with their times, by their runs."""
@@ -445,8 +435,7 @@ def _parts_outside(
 
 def _outside(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
     """Returns the length of intervals without the parts that lie in others. Both are merged."""
-    both = _merged((*intervals, *others))
-    return max(0.0, sum(end - start for start, end in both) - sum(end - start for start, end in others))
+    return sum((end - start for start, end in _parts_outside(intervals, others)), 0.0)
 
 
 def group_text(trace: Trace, index: int) -> str:

@@ -14,7 +14,8 @@ from torch import fx
 
 from echelon._torch_private.tensors import draws_random_numbers, writes_in_place
 from echelon.errors import PartitionError
-from echelon.pipeline.cut.tracing import Constant, Positional, Trace, Weight
+from echelon.pipeline.cut.tracing import Constant, Keyword, Positional, Trace, Weight
+from echelon.pipeline.cut.written_weights import written_weights
 
 
 class GraphCut:
@@ -28,10 +29,18 @@ class GraphCut:
             at: names of the layers before which stages 1, 2, ... begin.
 
         Raises:
-            PartitionError: a name that is no layer, or names that are not in the order in which the layers run.
+            PartitionError: a name that is no layer, names that are not in the order in which the layers run, or a
+                buffer or keyword argument that one stage would write to and another one use.
         """
         self.trace = trace
         starts = _starts(trace, at)
+        for use in written_weights(trace):
+            for start, name in zip(starts[1:], at, strict=True):
+                if use.is_cut(start):
+                    raise PartitionError(
+                        f"{_name_of(use.written, trace)} is used before and after the beginning of {name}, and the "
+                        "forward writes to it: each stage would have a copy of its own, so name other layers in at="
+                    )
         self._last = len(starts) - 1
         self._stage_of = {node: sum(start <= number for start in starts) - 1 for number, node in enumerate(trace.body)}
         self._repeatable = set(_repeatable(trace))
@@ -89,8 +98,11 @@ def boundaries(trace: Trace) -> list[str]:
     """
     places = _first_operations(trace)
     crossing = _crossing(trace)
+    written = written_weights(trace)
     begins: dict[int, str] = {}
     for layer, place in places.items():
+        if any(use.is_cut(place) for use in written):
+            continue
         # Several layers may begin with one operation: the outermost names the place.
         if place > 0 and (place not in begins or layer.count(".") < begins[place].count(".")):
             begins[place] = layer
@@ -123,6 +135,11 @@ def _is_float(value: object) -> bool:
     if isinstance(value, tuple | list):
         return any(map(_is_float, value))
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _name_of(node: fx.Node, trace: Trace) -> str:
+    source = trace.sources[node]
+    return source.name if isinstance(source, Weight | Keyword) else f"the tensor {node.name} of the model"
 
 
 def _starts(trace: Trace, at: Sequence[str]) -> list[int]:
@@ -175,6 +192,7 @@ def _some(known: Mapping[str, int]) -> str:
 def _repeatable(trace: Trace) -> Iterator[fx.Node]:
     """Yields the operations whose results depend only on sizes, constants and buffers that are not written to."""
     written = {needed for node in trace.body if writes_in_place(node.target) for needed in node.all_input_nodes}
+    written |= {use.written for use in written_weights(trace)}
     fixed = {
         node
         for node, source in trace.sources.items()

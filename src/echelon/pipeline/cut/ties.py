@@ -183,4 +183,4 @@ def _sum(parameter: nn.Parameter, group: ProcessGroup) -> torch.Tensor | None:
     # One element more counts the ranks with a gradient, which takes no message of its own.
     flat = torch.cat([gradient.detach().reshape(-1), gradient.new_tensor([float(parameter.grad is not None)])])
     group.all_reduce(flat)
-    return flat[:-1].view(parameter.shape) if flat[-1] > 0 else None
+    return flat[:-1].view(parameter.shape) if flat[-1] != 0 else None

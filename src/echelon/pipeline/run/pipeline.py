@@ -153,7 +153,7 @@ class Pipeline:
             InvalidArgument: `group` or `data_parallel` is not a group.
             UnsupportedOp: another argument is of the wrong type, the schedule has no backward, or (on all ranks) FSDP
                 has sharded the parameters of a stage.
-            CollectiveMismatch: the ranks of the group were given different schedules.
+            CollectiveMismatch: the ranks of the group were given different schedules, or replicas different stages.
         """
         check_groups(group, data_parallel)  # checks of one rank alone, before the first exchange
         check_arguments(model, loss_fn, loss_weight, metrics, loss_reduction, seed, data_parallel)

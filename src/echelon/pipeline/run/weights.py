@@ -14,7 +14,7 @@ from torch import nn
 from echelon._torch_private.tensors import version_of
 from echelon.arguments import named, shown
 from echelon.backends.admission import check_values, stands_for_device
-from echelon.data_parallel.broadcast import broadcast_tensors
+from echelon.data_parallel.broadcast import broadcast_tensors, check_same_lines, described
 from echelon.data_parallel.reducer import GradientReducer
 from echelon.errors import InvalidArgument, NotFinite, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
@@ -91,10 +91,15 @@ class _Planned:
         """Broadcasts new parameters from rank 0, and plans the reducer anew if there is more to reduce.
 
         Blocks if so; every replica must do the same.
+
+        Raises:
+            CollectiveMismatch: names, shapes, dtypes or strides differ between replicas.
         """
         # One on the meta device counts as new once it has memory.
         named = [(name, parameter) for name, parameter in self._named() if not parameter.is_meta]
         if late := [parameter for _, parameter in named if id(parameter) not in self._known]:
+            lines = [f"parameter {name!r} {described(parameter)}" for name, parameter in named]
+            check_same_lines(lines, self._data_parallel)
             broadcast_tensors(late, self._data_parallel)
             self._known = {id(parameter) for _, parameter in named}
         before = set(map(id, self._reduced))

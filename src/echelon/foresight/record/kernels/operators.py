@@ -407,13 +407,20 @@ def _varlen_flops(
     is_causal = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
     left, right = kwargs.get("window_size", args[window] if len(args) > window else None) or (-1, -1)
     right = 0 if is_causal else right
-    # Keys after a query, and before it, on average: the last query is at the last key. A window may have fewer.
-    after = min(queries, keys) / 2
-    before = keys - after
-    before = before if left < 0 else min(before, left)
-    after = after if right < 0 else min(after, right)
+    # The last query is at the last key.
+    before = _mean_in_window(max(0, keys - queries), keys, left)
+    after = _mean_in_window(0, min(queries, keys), right)
     products = 2 * num_queries * heads * (before + after) * (width + width_of_values)
     return _with_backward(int(products), _first_of(name))
+
+
+def _mean_in_window(fewest: int, most: int, window: int) -> float:
+    """Returns the mean number of keys on one side of a query: evenly spread numbers, cut at a window. -1: none."""
+    if window < 0 or window >= most:
+        return (fewest + most) / 2
+    if window <= fewest:
+        return window
+    return ((window**2 - fewest**2) / 2 + window * (most - window)) / (most - fewest)
 
 
 _CAUSAL = {
