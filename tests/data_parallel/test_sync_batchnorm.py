@@ -245,6 +245,23 @@ def test_torchs_name_of_the_conversion_makes_this_layer(layer):
     assert echelon.simulate(convert, 2).results == [(SyncBatchNorm, True)] * 2
 
 
+def train_and_average(group):
+    model = SyncBatchNorm.convert(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), group)
+    ddp = DDP(model, group, average="samples")
+    ddp(torch.ones(group.rank + 1, 3)).sum().backward()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    copied = average.module[1]
+    average(torch.full((1, 3), float(group.rank)))
+    return copied._group is group, copied.samples is None, copied.weight is model[1].weight, copied.running_mean
+
+
+def test_a_model_with_this_layer_can_be_averaged():
+    """`copy.deepcopy` refused the group."""
+    first, second = echelon.simulate(train_and_average, 2).results
+    assert first[:3] == second[:3] == (True, True, False)
+    assert torch.equal(first[3], second[3]), "the copy synchronizes, too"
+
+
 def test_a_converted_model_trains_under_ddp(pool):
     model = fill(Net().double())
     model(values(2)).square().sum().backward()

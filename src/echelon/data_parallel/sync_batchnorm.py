@@ -7,6 +7,7 @@ collective, the backward one more.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +169,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         for name, buffer in layer.named_buffers(recurse=False):
             new.register_buffer(name, buffer)
         return new.train(layer.training)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """Returns a copy for the same ranks, as in an average of a model's weights. DDP does not know the copy."""
+        memo[id(self._group)] = self._group
+        memo[id(self)] = new = self.__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        new.samples = None
+        return new
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns `input` with each feature normalised.
