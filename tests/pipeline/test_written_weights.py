@@ -86,3 +86,20 @@ def test_a_stage_does_not_use_a_keyword_argument_that_another_writes_to():
             example=(X,),
             example_kwargs={"counted": torch.zeros(3)},
         )
+
+
+class Viewing(Counting):
+    """The counter is computed, and one of the functions gets a view of it."""
+
+    def forward(self, x):
+        count = self.first(x)
+        view = count[:, :2]
+        x = self.before(view, self.second(x))
+        return self.third(self.after(count, x) + view.sum())
+
+
+@pytest.mark.parametrize(("before", "after"), [(adds, reads), (reads, adds_to_a_view)])
+def test_a_stage_does_not_get_a_view_beside_what_it_is_a_view_of(before, after):
+    with pytest.raises(PartitionError, match="is used before and after the beginning of second"):
+        split(Viewing(before, after), at=["second"], example=(X,))
+    split(Viewing(reads, reads), at=["second"], example=(X,))

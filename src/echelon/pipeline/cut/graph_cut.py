@@ -138,7 +138,7 @@ def _is_float(value: object) -> bool:
 
 
 def _name_of(node: fx.Node, trace: Trace) -> str:
-    source = trace.sources[node]
+    source = trace.sources.get(node)
     return source.name if isinstance(source, Weight | Keyword) else f"the tensor {node.name} of the model"
 
 
