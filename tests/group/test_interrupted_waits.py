@@ -88,6 +88,31 @@ def test_a_handler_communicates_while_the_rank_waits(pool, backend, kind):
     assert pool.run(ask_in_a_handler, 2, kind, backend=backend) == [([5.0], 2.0)] * 2
 
 
+def reduce_in_a_handler(group):
+    """A signal's handler of rank 0 calls the group in which the rank waits. Returns the error of each rank."""
+    other = group.subgroup([0, 1])
+    other.barrier()
+    before = signal.signal(signal.SIGALRM, lambda *_: other.all_reduce(torch.ones(3)))
+    try:
+        if group.rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.03)
+        else:
+            group.recv(0, timeout=10.0)
+        other.all_reduce(torch.ones(3))
+    except echelon.EchelonError as error:
+        if group.rank == 0:
+            group.send(torch.ones(1), 1)
+        return f"{type(error).__name__}: {error}"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_handler_that_calls_the_group_that_waits_is_refused(pool):
+    first, second = pool.run(reduce_in_a_handler, 2, backend="shm")
+    assert first.startswith("DeadlockError: it was called inside of operation #2 of its group")
+    assert second.startswith("PeerFailed: rank 0 failed: DeadlockError")
+
+
 def press_ctrl_c(group, kind):
     """Rank 0 gets SIGINT while it waits; returns what each rank is told, and whether both still work together."""
     other = group.subgroup([0, 1])

@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -34,7 +35,7 @@ from echelon.backends.shared.collectives.symmetric import SymmetricMemory
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory.segment import Segment, Window, words_of
 from echelon.backends.shared.memory.waiting import SpinThenSleep
-from echelon.errors import PeerFailed
+from echelon.errors import DeadlockError, PeerFailed
 from echelon.operation_records import OperationRecord
 
 
@@ -90,6 +91,8 @@ class SharedMemoryExecutor(CollectiveExecutor):
         self._turns = InOrder(self.known.numbers)
         # Set by the first operation, as mapping blocks for the offset from the group's first rank.
         self._shared: Shared | None = None
+        # Thread that is in an operation. 0: none.
+        self._thread = 0
         # Number of the operation in which this rank stopped half-way. Its ticks no longer match the peers', so no later
         # operation may run.
         self._interrupted: int | None = None
@@ -113,6 +116,12 @@ class SharedMemoryExecutor(CollectiveExecutor):
         turns, number = self._turns, call.sequence
         # Fast path: mostly no operation is before this one, and its turn takes no lock.
         if turns.next != number:
+            if self._thread == get_ident():  # in a signal's handler, on whose end the operation before depends
+                raise DeadlockError(
+                    f"it was called inside of operation #{turns.next} of its group, as by a signal's handler: set a "
+                    "flag in the handler, and call it later",
+                    (self._ranks[self._rank],),
+                )
             turns.enter(number, lambda: self._host.check_liveness(call, self._context, None, None))
         try:
             self._check_open(self._context)
@@ -121,6 +130,7 @@ class SharedMemoryExecutor(CollectiveExecutor):
                 look = partial(self._host.check_liveness, call, self._context, None, None)
                 wait_for_news(CAUSE_SECONDS, self._host.now, look)
                 raise PeerFailed(self._ranks[self._rank], f"its operation #{self._interrupted} was interrupted")
+            self._thread = get_ident()
             return act(self._shared or self._open(call), call, tensor, out)
         except BaseException:
             # KeyboardInterrupt as well: however the operation ended, peers must not read its announcement as valid.
@@ -132,6 +142,7 @@ class SharedMemoryExecutor(CollectiveExecutor):
                 self._shared.board.withdraw(call)
             raise
         finally:
+            self._thread = 0
             turns.leave(number)
 
     def _open(self, call: OperationRecord) -> Shared:
