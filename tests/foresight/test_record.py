@@ -259,6 +259,21 @@ def test_options_of_ddp(options):
     assert [each.kind for each in collectives(traced(programs.ddp, **options))] == ["all_reduce"]
 
 
+def joined():
+    device = programs.begin()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8, device=device), device_ids=[device.index])
+    optimizer = torch.optim.SGD(model.parameters())
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(2):
+            model(torch.ones(2, 8, device=device)).sum().backward()
+            optimizer.step()
+
+
+def test_gradients_of_uneven_inputs_are_divided_by_the_ranks_that_are_left():
+    kinds = [each.kind for each in collectives(traced(joined))]
+    assert kinds.count("all_reduce") >= 2, "of the gradients, and of the number of ranks"
+
+
 def test_tensor_parallel_step():
     trace = traced(programs.tensor_parallel)
     by_group = Counter(trace.groups[each.group].name for each in collectives(trace))

@@ -51,7 +51,9 @@ class RecordedWork(EchelonWork):
 
     def _waited(self) -> None:
         self._is_waited_for = True
-        self._tensors = []
+        # DDP's reducer asks for the number of ranks that have joined after its wait.
+        if any(each.numel() > 1 for each in self._tensors):
+            self._tensors = []
 
     def wait(self, timeout: timedelta = UNSET) -> bool:  # noqa: ARG002
         """Makes the current stream wait, as NCCL's Work does. The host goes on."""
