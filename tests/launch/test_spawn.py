@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import echelon
-from echelon.errors import InvalidWorldSize, LaunchError
-from echelon.launch.spawn import pickle_call
+from echelon.errors import InvalidArgument, InvalidWorldSize, LaunchError
+from echelon.launch.spawn import RankPool, pickle_call
 from echelon.launch.worker import Worker
 from tests.helpers import rank_functions
 
@@ -66,6 +66,14 @@ def test_bad_input_is_refused_before_anything_starts(monkeypatch, arguments, err
         echelon.spawn(*arguments)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_job_of_a_pool_takes_its_arguments_by_place():
+    with (
+        RankPool() as pool,
+        pytest.raises(InvalidArgument, match=r"^args is no argument here: give them by place"),
+    ):
+        pool.run(rank_functions.who, 2, args=(3,))
 
 
 SCRIPT = r"""

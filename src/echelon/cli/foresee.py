@@ -135,7 +135,6 @@ class ForeseeOptions:
             raise LaunchError(f"--steps {self.steps}: give at least 1")
         if self.tokens is not None and self.tokens < 1:
             raise LaunchError(f"--tokens {self.tokens}: give at least 1")
-        Program(self.program, is_module=self.module).check()
         check_files(self)
 
     def words(self) -> list[str]:
@@ -169,6 +168,7 @@ def foresee(options: ForeseeOptions) -> int:
     note_misplaced(shown, foresee, options.program, options.args or [])
     if options.sweep is not None:
         return _sweep(options, options.sweep)
+    Program(options.program, is_module=options.module).check()
     try:
         with ending_by_sigterm(), only_json(options.json) as stdout:
             return _foresee(options, shown, stdout)

@@ -90,7 +90,7 @@ class RankPool:
         self._process = os.getpid()
         atexit.register(self.close)
 
-    @refuse_others(**OF_OTHER_LAUNCHERS)
+    @refuse_others(**OF_OTHER_LAUNCHERS, args=" give them by place, as run(fn, 2, first, second)")
     def run(
         self, fn: Callable[..., object], world_size: int, *args: object, backend: str = "auto", timeout: float = 30.0
     ) -> list[Any]:
