@@ -55,8 +55,9 @@ def private_names_used():
                 found |= {part for part in modules if part.startswith("_")} | names
         elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and not is_own(node):
             found.add(node.attr)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Replacement":
-            found |= {name for name in (node.args[1].value,) if re.match("_[^_]", name)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Replacement", "_in_optimizers"):
+            names = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            found |= {name for name in names if isinstance(name, str) and re.match("_[^_]", name)}
         elif isinstance(node, ast.FunctionDef) and node.name == "_should_skip_dynamo":
             found.add(node.name)  # overridden: torch asks for it
     return found | {"GroupName"}  # the type of a private function's argument

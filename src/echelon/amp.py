@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.arguments import is_count, is_factor, named, refuse_others
+from echelon.arguments import is_factor, is_integral, named, refuse_others
 from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup, check_group
 
@@ -51,10 +51,10 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(device, str | None):
             raise InvalidArgument(f"device is of type {type(device).__name__}: give 'cpu', 'cuda' or None")
         factors = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
-        for name, value in factors.items():
+        for name, value in factors.items() if enabled else ():
             if not is_factor(value):
                 raise InvalidArgument(f"{name} is {named(value)}: give a number above 0")
-        if not is_count(growth_interval, 1):
+        if enabled and not is_integral(growth_interval, 1):
             raise InvalidArgument(f"growth_interval is {named(growth_interval)}: give a number of steps, 1 or more")
         self._unscaled: set[int] = set()
         kind = group.device.type if device is None else device

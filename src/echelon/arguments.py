@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar, cast
 
 from echelon.errors import EchelonError, FileError, InvalidArgument, InvalidWorldSize
@@ -40,13 +40,16 @@ def is_count(value: object, least: int = 0) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_integral(value: object, least: int = 0) -> TypeGuard[int]:
+    """Whether a value is a whole number of at least `least`, also one of NumPy."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 def is_iterable(value: object) -> TypeGuard[Iterable[Any]]:
     """Whether a value can be gone through. Text counts as one value."""
-    try:
-        iter(value)  # type: ignore[call-overload]  # not isinstance: a tensor without dimensions has __iter__
-    except TypeError:
-        return False
-    return not isinstance(value, str | bytes)
+    # Without `iter`, by which a loader would start its workers. A tensor without dims has `__iter__`, too.
+    has_items = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+    return has_items and getattr(value, "ndim", None) != 0 and not isinstance(value, str | bytes)
 
 
 # A number above these limits is a slip, or comes from a wrong variable.

@@ -1,7 +1,8 @@
 """Asynchronous operations: one after another in a lane, lanes beside each other."""
 
-import atexit
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -90,15 +91,26 @@ def test_closing_runs_what_is_queued_and_leaves_no_thread():
     assert threading.active_count() == before
 
 
-def test_the_end_of_the_program_waits_for_a_lane_that_closes_all(monkeypatch):
+_CLOSES_ITSELF = """
+import time
+from echelon.backends.lanes import ThreadLanes
+lanes = ThreadLanes("this backend", 10.0)
+def close():
+    lanes.close(10.0)
+    began.append(1)
+    time.sleep(0.5)
+    print("ended", flush=True)
+began = []
+lanes.start(close, "close")
+while not began:
+    time.sleep(0.01)
+"""
+
+
+def test_the_end_of_the_program_waits_for_a_lane_that_closes_all():
     """The process aborted now and then if a callback of a future had destroyed the process group."""
-    at_end = []
-    monkeypatch.setattr(atexit, "register", lambda *call: at_end.append(call))
-    lanes = ThreadLanes("this backend", 10.0)
-    lanes.start(lambda: lanes.close(10.0), "close").wait()
-    [(wait, seconds)] = at_end
-    wait(seconds)
-    assert not any(thread.name.startswith("this backend") for thread in threading.enumerate())
+    ended = subprocess.run([sys.executable, "-c", _CLOSES_ITSELF], capture_output=True, text=True, timeout=50)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("ended\n", "", 0)
 
 
 def test_nothing_is_queued_behind_the_end():

@@ -224,6 +224,26 @@ def wrap_torchs_own(group, wrap):
     wrap(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)), group)
 
 
+class Activated(nn.SyncBatchNorm):
+    """Layer of a library that is built on torch's."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def wrap_a_frozen_one(group):
+    frozen = nn.Sequential(nn.Linear(3, 3), Activated(3)).requires_grad_(False).eval()
+    DDP(nn.Sequential(frozen, nn.Linear(3, 1)), group)
+
+
+def test_a_layer_that_is_built_on_torchs_keeps_what_it_adds():
+    model = nn.Sequential(nn.Linear(3, 3), Activated(3))
+    with pytest.raises(echelon.UnsupportedOp, match=r"build its class on echelon\.SyncBatchNorm"):
+        echelon.simulate(lambda group: DDP(SyncBatchNorm.convert(model, group), group), 2)
+    assert type(model[1]) is Activated
+    echelon.simulate(wrap_a_frozen_one, 2)
+
+
 def replicas(model, group):
     mesh = echelon.Mesh(group, dp=2, pp=1)
     Pipeline(model, mesh["pp"], "gpipe", 1, nn.functional.mse_loss, data_parallel=mesh["dp"])

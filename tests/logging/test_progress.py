@@ -57,3 +57,19 @@ def test_a_rank_that_a_notebook_started_shows_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert list(progress(range(3), "training")) == [0, 1, 2]
     assert sys.stderr.getvalue() == ""
+
+
+class Opened:
+    """Items whose iterator does something, as the workers of a loader start."""
+
+    num_opened = 0
+
+    def __iter__(self):
+        self.num_opened += 1
+        return iter([1])
+
+
+def test_items_are_gone_through_once():
+    items = Opened()
+    assert list(progress(items)) == [1]
+    assert items.num_opened == 1

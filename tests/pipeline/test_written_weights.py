@@ -103,3 +103,44 @@ def test_a_stage_does_not_get_a_view_beside_what_it_is_a_view_of(before, after):
     with pytest.raises(PartitionError, match="is used before and after the beginning of second"):
         split(Viewing(before, after), at=["second"], example=(X,))
     split(Viewing(reads, reads), at=["second"], example=(X,))
+
+
+def fills_a_row(mask):
+    mask[0] = 1
+
+
+def fills_a_view(mask):
+    mask.view(-1).fill_(1)
+
+
+def fills_columns(mask):
+    mask[:, :2] = mask[:, :2].masked_fill(torch.ones(4, 2, dtype=torch.bool), 3.0)
+
+
+def fills_without_gradients(mask):
+    with torch.no_grad():
+        mask[0].fill_(2)
+
+
+class Masked(nn.Module):
+    """Layers that multiply by a mask, which the forward makes of zeros and fills."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.fill = fill
+
+    def forward(self, x):
+        mask = torch.zeros(4, 4)
+        self.fill(mask)
+        for layer in self.layers:
+            x = x + layer(x) @ mask
+        return x
+
+
+@pytest.mark.parametrize("fill", [fills_a_row, fills_a_view, fills_columns, fills_without_gradients])
+def test_a_mask_that_is_filled_through_a_view_reaches_later_stages(fill):
+    """A later stage repeated the zeros without what was written to them."""
+    model = Masked(fill)
+    first, last = split(model, at=["layers.2"], example=(X,)).modules
+    assert torch.equal(last(*first(X)), model(X))

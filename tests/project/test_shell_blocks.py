@@ -94,6 +94,8 @@ parser.add_argument("--lr", type=float, default=0.01)
 rate = parser.parse_args().lr
 dist.init_process_group()
 device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64, device=device))
 optimizer = torch.optim.SGD(model.parameters(), rate)
 for _ in range(3):

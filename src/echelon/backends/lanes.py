@@ -12,6 +12,7 @@ import atexit
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -23,8 +24,19 @@ from echelon.errors import Closed, inherited_error
 
 CHECK_SECONDS = 0.02
 """Seconds between two looks for a reason to stop waiting, where a wait itself cannot tell."""
+_leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads of lanes that have closed all lanes, as in a callback of a future.
+
+They are still in torch's C++ then, where the end of Python would abort the process.
+"""
 CAUSE_SECONDS = 10.0
 """Seconds that an operation waits for the error of an earlier one of its group, whose thread asks the other ranks."""
+
+
+@atexit.register
+def _wait_for_leaving() -> None:
+    for thread in _leaving:
+        thread.join(CAUSE_SECONDS)
 
 
 def wait_checking(ends_within: Callable[[float], bool], check_liveness: Callable[[], None]) -> None:
@@ -193,9 +205,7 @@ class ThreadLanes(Lanes):
             if thread is not threading.current_thread():
                 thread.join(timeout)
             else:
-                # A callback of a future closes. Its thread is still in torch's C++ then, where Python's end would
-                # abort the process.
-                atexit.register(thread.join, timeout)
+                _leaving.add(thread)
 
     def _check_process(self) -> None:
         """Raises Closed in a forked child, before a lock is taken that a thread of the parent may have held."""

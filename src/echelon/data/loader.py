@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler
 
-from echelon.arguments import is_amount, is_count, named, no_attribute, refuse_others
+from echelon.arguments import is_amount, is_count, is_integral, named, no_attribute, refuse_others
 from echelon.data.sampler import RANKS_OF_TORCH, DistributedSampler
 from echelon.errors import InvalidArgument
 from echelon.group.group import ProcessGroup
@@ -64,9 +64,9 @@ class DataLoader(TorchDataLoader[Any]):
         """
         if not is_count(batch_size, 1):
             raise InvalidArgument(f"batch_size is {named(batch_size)}: give each rank's samples, 1 or more")
-        if not is_count(num_workers):
+        if not is_integral(num_workers):
             raise InvalidArgument(f"num_workers is {named(num_workers)}: give a whole number, 0 or more")
-        if prefetch_factor is not None and not is_count(prefetch_factor, 1):
+        if prefetch_factor is not None and not is_integral(prefetch_factor, 1):
             raise InvalidArgument(f"prefetch_factor is {named(prefetch_factor)}: give batches of a worker, 1 or more")
         if not is_amount(timeout):
             raise InvalidArgument(f"timeout is {named(timeout)}: give seconds, or 0 to wait for ever")

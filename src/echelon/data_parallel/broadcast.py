@@ -16,7 +16,9 @@ from echelon.group.group import JsonLike, ProcessGroup
 
 
 def check_same_model(module: torch.nn.Module, group: ProcessGroup, options: Iterable[str]) -> None:
-    """Compares names, shapes, dtypes and strides of parameters and buffers over all ranks, in their order. Blocks.
+    """Compares names, shapes and dtypes of parameters and buffers over all ranks, in their order. Blocks.
+
+    Of parameters also the order of their dims in memory.
 
     Call it before any tensor of the model is sent, so that ranks never write into tensors of another shape.
 
@@ -59,11 +61,11 @@ def outline(module: torch.nn.Module) -> list[str]:
 
 
 def described(parameter: torch.Tensor) -> str:
-    """Returns dtype and shape of a parameter, with its strides if its memory is in another order than its dims."""
+    """Returns dtype and shape of a parameter, and the order of its dims in memory if it is another one."""
     # Gradients and shards are exchanged in the order of the memory.
-    dense = parameter if parameter.is_contiguous() else torch.empty_like(parameter, device="meta")
-    order = "" if dense.is_contiguous() else f" with strides {list(dense.stride())}"
-    return describe(parameter.shape, parameter.dtype) + order
+    dims = [dim for dim, length in enumerate(parameter.shape) if length > 1]
+    order = sorted(dims, key=parameter.stride, reverse=True)
+    return describe(parameter.shape, parameter.dtype) + (f" with dims in memory as {order}" if order != dims else "")
 
 
 def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:

@@ -230,7 +230,8 @@ class DistributedDataParallel(ModuleProxy):
             of_torch: arguments of torch's wrapper alone. They are refused, each with the reason.
 
         Raises:
-            CollectiveMismatch: on every rank, if names, shapes, dtypes or strides of the model or the options differ.
+            CollectiveMismatch: on every rank, if names, shapes, dtypes or orders in memory of the model differ, or the
+                options.
             InvalidArgument: `module` is no module instance or torch's own wrapper, there is no group, or an option has
                 an unknown value.
             UnsupportedOp: a parameter or buffer that the group's backend cannot send, or that has no shape yet or no

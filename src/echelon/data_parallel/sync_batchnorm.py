@@ -25,7 +25,8 @@ from echelon.group.group import ProcessGroup
 from echelon.launch.init import CURRENT, given_or_current
 from echelon.wording import counted
 
-_Replaced = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+_REBUILD = "build its class on echelon.SyncBatchNorm"
 
 
 def unsynchronized(module: nn.Module) -> str:
@@ -36,10 +37,13 @@ def unsynchronized(module: nn.Module) -> str:
     if dist.is_available() and dist.is_initialized():
         return ""
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm):
+        trains = layer.training or any(each.requires_grad for each in layer.parameters())
+        if trains and isinstance(layer, nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm):
+            # `convert` leaves a layer that is built on torch's as it is: it would lose what it adds.
+            is_plain = type(layer) is nn.SyncBatchNorm
             return (
                 f"{name!r} is torch's SyncBatchNorm, which normalises the batch of each rank alone without "
-                "torch.distributed: use echelon.SyncBatchNorm.convert(model)"
+                f"torch.distributed: {'use echelon.SyncBatchNorm.convert(model)' if is_plain else _REBUILD}"
             )
     return ""
 
@@ -123,9 +127,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, group: ProcessGroup = CURRENT) -> nn.Module:
-        """Replaces every BatchNorm1d, 2d and 3d inside `module`, and torch's SyncBatchNorm. Returns the module.
+        """Replaces every BatchNorm1d, 2d and 3d and torch's SyncBatchNorm inside `module`.
 
-        A module that is such a layer itself is left as it is, and its replacement is returned.
+        Returns `module`, or its replacement if it is such a layer itself.
         Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
 
         Args:
@@ -140,7 +144,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         check_module(module)
         known: dict[int, SyncBatchNorm] = {}  # a layer under two names stays one layer
         for path, layer in list(module.named_modules(remove_duplicate=False)):
-            if isinstance(layer, _Replaced) and not isinstance(layer, SyncBatchNorm):
+            if isinstance(layer, _BATCH_NORMS) or type(layer) is nn.SyncBatchNorm:
                 new = known.setdefault(id(layer), cls._like(layer, group))
                 if layer is module:
                     return new
@@ -162,7 +166,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return cls.convert(module, CURRENT if process_group is None else process_group)
 
     @classmethod
-    def _like(cls, layer: _Replaced, group: ProcessGroup) -> SyncBatchNorm:
+    def _like(
+        cls, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm, group: ProcessGroup
+    ) -> SyncBatchNorm:
         new = cls(layer.num_features, group, layer.eps, layer.momentum, False, False)
         new.affine, new.track_running_stats = layer.affine, layer.track_running_stats
         new.weight, new.bias = layer.weight, layer.bias

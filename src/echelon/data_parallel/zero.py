@@ -205,7 +205,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options: options of the optimizer, such as lr.
 
         Raises:
-            CollectiveMismatch: on every rank, if optimizers, or shapes, dtypes or strides of parameters differ.
+            CollectiveMismatch: on every rank, if optimizers, or shapes, dtypes or orders in memory of parameters,
+                differ.
             UnsupportedOp: the optimizer is not elementwise, or a parameter has gaps in memory or no memory of its own.
             InvalidArgument: `optimizer_class` is no class of optimizers, `params` are no parameters, there is no
                 group, or `bucket_mb` no size.

@@ -41,13 +41,9 @@ class RankCall(NamedTuple):
         """Calls the function on this rank and returns its result.
 
         Raises:
-            LaunchError: the result is a coroutine or a generator, as of a lambda that calls an async function.
+            LaunchError: the result is a coroutine, as of a lambda that calls an async function.
         """
         result = self._called(group)
-        if inspect.isgenerator(result) or inspect.isasyncgen(result):
-            raise LaunchError(
-                f"fn returned the generator {result.__name__}, of which no line has run: return its results"
-            )
         if inspect.iscoroutine(result):
             result.close()  # Python would warn that nobody awaited it
             raise LaunchError(

@@ -43,7 +43,9 @@ def progress(
     """
     if not is_iterable(items):
         raise InvalidArgument(f"items is {named(items)}: give items to go through, such as range(5) or a loader")
-    return _shown(items, description, current_group() if group is None else check_group(group), total, console)
+    if group is not None:
+        check_group(group)
+    return _shown(items, description, group, total, console)
 
 
 def _shown(
@@ -53,6 +55,7 @@ def _shown(
     total: float | None,
     console: Console | None,
 ) -> Iterator[_Item]:
+    group = current_group() if group is None else group
     # A kernel sets FORCE_COLOR, by which rich takes even a pipe for a terminal.
     forced = False if status_line.in_notebook() else None
     shown = Console(stderr=True, force_terminal=forced) if console is None else console

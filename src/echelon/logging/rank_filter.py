@@ -32,10 +32,11 @@ class RankFilter(logging.Filter):
             InvalidArgument: an argument has a wrong type.
         """
         super().__init__()
-        if ranks is not None and not (is_iterable(ranks) and all(map(is_count, ranks))):
+        chosen = list(ranks) if is_iterable(ranks) else [] if ranks is None else [-1]
+        if not all(map(is_count, chosen)):
             raise InvalidArgument(f"ranks={shown(ranks)}: give a list of ranks, such as [0], or None for all")
         self._group = None if group is None else check_group(group)
-        self._ranks = None if ranks is None else frozenset(ranks)
+        self._ranks = None if ranks is None else frozenset(chosen)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Sets the fields of a record. Returns whether it passes.

@@ -15,7 +15,7 @@ from torch import fx
 from echelon._torch_private.tensors import draws_random_numbers, writes_in_place
 from echelon.errors import PartitionError
 from echelon.pipeline.cut.tracing import Constant, Keyword, Positional, Trace, Weight
-from echelon.pipeline.cut.written_weights import written_weights
+from echelon.pipeline.cut.written_weights import written_by
 
 
 class GraphCut:
@@ -34,7 +34,8 @@ class GraphCut:
         """
         self.trace = trace
         starts = _starts(trace, at)
-        for use in written_weights(trace):
+        written = written_by(trace)
+        for use in written.uses:
             for start, name in zip(starts[1:], at, strict=True):
                 if use.is_cut(start):
                     raise PartitionError(
@@ -43,7 +44,7 @@ class GraphCut:
                     )
         self._last = len(starts) - 1
         self._stage_of = {node: sum(start <= number for start in starts) - 1 for number, node in enumerate(trace.body)}
-        self._repeatable = set(_repeatable(trace))
+        self._repeatable = set(_repeatable(trace, written.values))
         self.outputs = [value for value in trace.outputs if isinstance(value, fx.Node)]
         """Outputs of the model that are computed; a value may be there twice."""
         self.bodies = [self._body(stage) for stage in range(len(starts))]
@@ -98,7 +99,7 @@ def boundaries(trace: Trace) -> list[str]:
     """
     places = _first_operations(trace)
     crossing = _crossing(trace)
-    written = written_weights(trace)
+    written = written_by(trace).uses
     begins: dict[int, str] = {}
     for layer, place in places.items():
         if any(use.is_cut(place) for use in written):
@@ -189,10 +190,8 @@ def _some(known: Mapping[str, int]) -> str:
     return ", ".join([layer for layer in blocks or known if layer.rpartition(".")[0] == most][:4])
 
 
-def _repeatable(trace: Trace) -> Iterator[fx.Node]:
+def _repeatable(trace: Trace, written: set[fx.Node]) -> Iterator[fx.Node]:
     """Yields the operations whose results depend only on sizes, constants and buffers that are not written to."""
-    written = {needed for node in trace.body if writes_in_place(node.target) for needed in node.all_input_nodes}
-    written |= {use.written for use in written_weights(trace)}
     fixed = {
         node
         for node, source in trace.sources.items()

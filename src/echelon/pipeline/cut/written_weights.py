@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -26,34 +27,49 @@ class Use(NamedTuple):
         return self.first < place <= self.last
 
 
-def written_weights(trace: Trace) -> list[Use]:
-    """Returns the parameters, buffers, constants, keyword arguments and views that a trace writes to."""
+class Written(NamedTuple):
+    """Memory that a traced model writes to."""
+
+    uses: list[Use]
+    """Uses that no cut may part: of parameters, buffers, constants, keyword arguments and views."""
+    values: set[fx.Node]
+    """Inputs and results of operations that lie in this memory."""
+
+
+def written_by(trace: Trace) -> Written:
+    """Returns the memory that a traced model writes to, also through views."""
     memory: _Memory = {node: {node} for node in trace.sources}
-    writes = list(_writes(trace.body, memory, trace.modules))
-    written = set().union(*writes)
-    # Other values pass from stage to stage, with all changes.
-    weights = [node for node, source in trace.sources.items() if not isinstance(source, Positional)]
-    uses: dict[fx.Node, list[int]] = {weight: [] for weight in weights if weight in written}
+    last_write: dict[fx.Node, int] = {}
+    uses: dict[fx.Node, list[int]] = {}
     last_use: dict[fx.Node, int] = {}
-    for number, (node, to) in enumerate(zip(trace.body, writes, strict=True)):
+    for number, (node, to) in enumerate(zip(trace.body, _writes(trace.body, memory, trace.modules), strict=True)):
         last_use |= dict.fromkeys(node.all_input_nodes, number)
-        for weight in to.union(node.all_input_nodes).intersection(uses):
-            uses[weight].append(number)
+        last_write |= dict.fromkeys(to, number)
+        for used in to.union(node.all_input_nodes):
+            uses.setdefault(used, []).append(number)
     for value in trace.outputs:
         if isinstance(value, fx.Node):
             last_use[value] = len(trace.body)
-            uses.get(value, []).append(len(trace.body))
-    found = [Use(weight, numbers[0], numbers[-1]) for weight, numbers in uses.items()]
-    for root in written.difference(uses):
-        views = [node for node, shared in memory.items() if root in shared]
-        last_write = max(number for number, to in enumerate(writes) if root in to)
-        found += _apart(trace, views, last_use, last_write)
-    return found
-
-
-def _apart(trace: Trace, views: Iterable[fx.Node], last_use: Mapping[fx.Node, int], last_write: int) -> Iterator[Use]:
-    """Yields the uses of two views of one memory, which are no views any more if both pass to another stage."""
+            uses.setdefault(value, []).append(len(trace.body))
+    views: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, shared in memory.items():
+        for root in shared.intersection(last_write):
+            views[root].append(node)
     made = {node: number for number, node in enumerate(trace.body)}
+    found: list[Use] = []
+    for root in last_write:
+        # Positional inputs and results pass from stage to stage, with all changes. Others have a copy in each stage.
+        if root in made or isinstance(trace.sources[root], Positional):
+            found += _apart(views[root], made, last_use, last_write[root])
+        else:
+            found.append(Use(root, uses[root][0], uses[root][-1]))
+    return Written(found, set().union(*views.values()))
+
+
+def _apart(
+    views: Iterable[fx.Node], made: Mapping[fx.Node, int], last_use: Mapping[fx.Node, int], last_write: int
+) -> Iterator[Use]:
+    """Yields the uses of two views of one memory, which are no views any more if both pass to another stage."""
     longest = -1
     for view in sorted(views, key=lambda node: made.get(node, -1)):
         first, end = made.get(view, -1), last_use.get(view, -1)

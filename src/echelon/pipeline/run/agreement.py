@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from echelon.arguments import is_count, is_iterable, named, shown
+from echelon.arguments import is_integral, is_iterable, named, shown
 from echelon.data_parallel.sync_batchnorm import unsynchronized
 from echelon.errors import CollectiveMismatch, PartitionError, ScheduleError, UnsupportedOp
 from echelon.group.group import JsonLike, ProcessGroup, check_group
@@ -35,8 +35,8 @@ def refuse_stages(stages: Sequence[Stage], group: ProcessGroup, data_parallel: P
     """
     mine = [_sharded(stages)]
     if data_parallel is not None and data_parallel.world_size > 1:
-        mine += [unsynchronized(stage.module) for stage in stages]
-    told = [str(found) for found in group.all_gather_object(max(mine)) if found]
+        mine += [f"stage {each.index}: {found}" for each in stages if (found := unsynchronized(each.module))]
+    told = [str(found) for found in group.all_gather_object(next(filter(None, mine), "")) if found]
     if told:
         raise UnsupportedOp(told[0])
 
@@ -197,9 +197,9 @@ def stages_to_recompute(recompute: object, num_stages: int) -> list[int]:
     if isinstance(recompute, bool):
         return list(range(num_stages)) if recompute else []
     stages = list(recompute) if is_iterable(recompute) else [-1]
-    if not all(is_count(stage) and stage < num_stages for stage in stages):
+    if not all(is_integral(stage) and stage < num_stages for stage in stages):
         raise UnsupportedOp(f"recompute={shown(recompute)}: give True, or a list of stages from 0 to {num_stages - 1}")
-    return sorted(set(stages))
+    return sorted(set(map(int, stages)))
 
 
 def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str]) -> ProcessGroup:

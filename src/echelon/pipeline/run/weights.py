@@ -93,7 +93,7 @@ class _Planned:
         Blocks if so; every replica must do the same.
 
         Raises:
-            CollectiveMismatch: names, shapes, dtypes or strides differ between replicas.
+            CollectiveMismatch: names, shapes, dtypes or orders in memory differ between replicas.
         """
         # One on the meta device counts as new once it has memory.
         named = [(name, parameter) for name, parameter in self._named() if not parameter.is_meta]

@@ -16,6 +16,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from typing import Any, Protocol, TypeAlias
@@ -189,7 +190,8 @@ def _leave(region: Window, rank: int, count: int, process: int) -> None:
     # The own note before the others are read: of the last two ranks, at least one sees all.
     core.fence()
     if all(words[note] for note in notes):
-        region.memory.madvise(mmap.MADV_REMOVE)
+        with suppress(OSError):  # a system that cannot: the memory stays until the job ends
+            region.memory.madvise(mmap.MADV_REMOVE)
 
 
 _Act: TypeAlias = Callable[[Shared, OperationRecord, Any, torch.Tensor | None], Any]

@@ -406,7 +406,8 @@ def _replaced_everywhere(replacements: Mapping[Callable[..., Any], Callable[...,
 def _modules_without(functions: frozenset[Callable[..., Any]]) -> WeakKeyDictionary[ModuleType, int]:  # noqa: ARG001
     """Returns modules of installed packages that hold none of the functions, with the number of names in each.
 
-    To look through all names of thousands of modules takes 30 ms.
+    To look through all names of thousands of modules takes 30 ms. A module that gives a name of its own to such a
+    function, after an earlier recording, is not found if it had the name before.
     """
     return WeakKeyDictionary()
 

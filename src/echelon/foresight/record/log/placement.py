@@ -246,7 +246,12 @@ class Placement:
                 self._memory.on_gpu.add(number)
 
     def called(self, module: nn.Module, inputs: object) -> None:
-        """Settles the devices of a module's own tensors that no line has moved, by the inputs of its first call."""
+        """Takes a module's own tensors that no line has moved for ones of the host, as the inputs of its first call.
+
+        Only beside tensors of the GPU: a program without any is foreseen as if its lines moved everything.
+        """
+        if not self._memory.on_gpu:
+            return
         memory = self._memory
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         unknown = [
@@ -262,8 +267,6 @@ class Placement:
             for number, each in unknown:
                 with without_functions():
                     memory.leave_gpu(each, memory.live[number].place)
-        elif any(isinstance(each, nn.Parameter) for _, each in unknown):
-            self._log.assume("parameters that the program leaves on the CPU are taken to be on the GPU")
 
     def of_results(self, name: str, inputs: Sequence[Tensor], before: Sequence[int]) -> Where:
         """Returns the device of an operator's results.
