@@ -226,7 +226,7 @@ def test_every_page_opens_without_complaint_and_is_small(width, site, browser):
         faults += [f"{page}: asks for {url}" for url in requests if not url.startswith(site.address)]
         # The index of the search is loaded at once, and pictures further down when they come into view.
         size = sum(map(site.num_bytes, {*requests, f"{site.address}/search/search_index.json"}))
-        faults += [f"{page}: {size} bytes with all pictures and the index of the search"] * (size >= 1_100_000)
+        faults += [f"{page}: {size} bytes with all pictures and the index of the search"] * (size >= 1_000_000)
         faults += [f"{page}: {each}" for each in browser.run(LOOKS)]
     assert not faults
 

@@ -34,8 +34,13 @@ def repository_url() -> str:
 REPOSITORY = Repository(ROOT, repository_url())
 PARTS = {"reference/": "API reference", "benchmarks/": "measurements"}
 """Ends of titles of pages whose name in the menu is that of a guide as well, by folder."""
-_NOT_SEARCHED = ("benchmarks/", "conformance/", "decisions/", "project/changelog", "reference/index", "source/")
-"""Pages that the search leaves out: notes, tables and lists would stand before the pages that answer a question."""
+_NOT_SEARCHED = (
+    *("benchmarks/", "conformance/", "decisions/", "design.md", "project/changelog", "reference/index", "source/"),
+)
+"""Pages that the search leaves out: notes, tables and lists would stand before the pages that answer a question.
+
+The map of the source, design.md, is for those who change it, and every page loads the index.
+"""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
