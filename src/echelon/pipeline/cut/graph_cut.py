@@ -15,7 +15,7 @@ from torch import fx
 from echelon._torch_private.tensors import draws_random_numbers, writes_in_place
 from echelon.errors import PartitionError
 from echelon.pipeline.cut.tracing import Constant, Keyword, Positional, Trace, Weight
-from echelon.pipeline.cut.written_weights import written_by
+from echelon.pipeline.cut.written_memory import written_by
 
 
 class GraphCut:
@@ -30,7 +30,7 @@ class GraphCut:
 
         Raises:
             PartitionError: a name that is no layer, names that are not in the order in which the layers run, or a
-                buffer or keyword argument that one stage would write to and another one use.
+                tensor that one stage would write to and another one use.
         """
         self.trace = trace
         starts = _starts(trace, at)

@@ -1,4 +1,4 @@
-"""Weights, keyword arguments and views that a traced model writes to in its forward."""
+"""Memory that a traced model writes to in its forward: of weights, keyword arguments and views."""
 
 from __future__ import annotations
 
