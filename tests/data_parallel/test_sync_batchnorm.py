@@ -256,6 +256,15 @@ def test_torchs_own_layer_is_refused_without_torch_distributed(wrap):
         echelon.simulate(wrap_torchs_own, 2, (wrap,))
 
 
+def test_a_layer_of_torchs_on_one_rank_is_told_to_all():
+    def main(group):
+        layer = (nn.BatchNorm1d, nn.SyncBatchNorm)[group.rank]
+        with pytest.raises(echelon.CollectiveMismatch, match=r"rank 1 has '1' is torch's SyncBatchNorm"):
+            DDP(nn.Sequential(nn.Linear(3, 3), layer(3)), group)
+
+    echelon.simulate(main, 2)
+
+
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.SyncBatchNorm])
 def test_torchs_name_of_the_conversion_makes_this_layer(layer):
     def convert(group):

@@ -257,14 +257,15 @@ class DistributedDataParallel(ModuleProxy):
         self._bucket_mb = float(bucket_mb)
         if average == "samples":
             _check_weighs_samples(module)
-        if group.world_size > 1 and (problem := unsynchronized(module)):
-            raise UnsupportedOp(problem)
         _check_tensors(module)
         take_over(module.named_parameters())
+        problem = unsynchronized(module) if group.world_size > 1 else ""
         with group.backend.flight_recorder.within(WRAP):
-            check_same_model(module, group, options)
+            check_same_model(module, group, [*options, problem or "no unsynchronized layers"])
         # After the comparison: either all ranks have nothing to train and raise, or all raise CollectiveMismatch. A
         # rank that raised alone would leave the others waiting in the comparison.
+        if problem:
+            raise UnsupportedOp(problem)
         _check_trains(module)
         self._sync = GradientSync(
             module, group, bucket_mb=self._bucket_mb, buffers=buffers, average=average, hook=hook, options=options
