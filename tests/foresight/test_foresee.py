@@ -1,5 +1,6 @@
 """`echelon.foresee`, from a program to figures."""
 
+import datetime
 import importlib
 import json
 import os
@@ -106,7 +107,10 @@ def in_mesh():
     mesh = init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("tp", "dp"))
     pair = dist.new_group([0, 1])
     weight = distribute_tensor(torch.ones(64, 64, device=device), mesh["dp"], [Replicate()])
-    torch.nn.init.normal_(weight)  # torch warns that meshes of processors do not have this
+    # torch warns that meshes of processors do not have this, and that groups of other kinds have no timeout.
+    torch.distributed.tensor._random.manual_seed(3, mesh)
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=9))
+    torch.nn.init.normal_(weight)
     optimizer = torch.optim.SGD([weight.to_local().requires_grad_()])
     while True:
         weight.grad = weight.to_local().clone()
@@ -118,7 +122,7 @@ def in_mesh():
 
 def test_groups_have_the_name_of_their_mesh_dimension_or_their_ranks():
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "DTensor random")
+        warnings.filterwarnings("error", "DTensor|Set timeout")
         seen = echelon.foresee(in_mesh, 4)
     assert {name.group for name in seen.exposed} == {"dp", "ranks 0, 1"}
 

@@ -136,7 +136,7 @@ class Wrapper(torch.optim.Optimizer):
 
     def __init__(self, params):
         self.masters = [each.detach().clone().requires_grad_() for each in params]
-        self.inner = torch.optim.SGD(self.masters)
+        self.inner = torch.optim.SGD(self.masters, momentum=0.9)
         super().__init__(params, {})
 
     def step(self):
@@ -155,8 +155,10 @@ def test_an_optimizer_that_another_one_steps_has_stepped():
             done.append(1)
             update(model, optimizer)
 
-    assert updates(record(program, 1)[0]) == {"Linear": 1}
+    trace = record(program, 1)[0]
+    assert updates(trace) == {"Linear": 1}
     assert len(done) == 2
+    assert sum(each.num_bytes for each in trace.live if each.kind == "optimizer") == SIZE * SIZE * 4
 
 
 def test_optimizers_of_single_parameters_step_in_backward():

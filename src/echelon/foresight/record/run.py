@@ -430,9 +430,10 @@ class _Run:
 
     def _prepare_thread(self) -> None:
         torch.set_num_threads(1)  # as simulated ranks, which share a core
-        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # from a build without NCCL
+        # Of a build without NCCL. No operation takes time, so there are no timeouts either.
+        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl|Set timeout is now only supported")
         if self._request.gpu is not None:  # not true of the mesh of GPUs, which one of CPUs represents
-            warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
+            warnings.filterwarnings("ignore", r"DTensor (random operators|manual_seed\(\)) may not have complete support")
 
     def _backend(self, rank: int) -> RecordingBackend:
         hosts = self._request.hosts

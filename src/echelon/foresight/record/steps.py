@@ -239,10 +239,10 @@ class Steps:
             log.phases.optimizer_depth -= 1
             # Also if it is wrapped by another one.
             self._stepped.add(optimizer)
-            if log.phases.optimizer_depth:
-                return
             for state in optimizer.state.values():
                 self._memory.mark(state.values(), "optimizer")
+            if log.phases.optimizer_depth:
+                return
             self._of_round.add(optimizer)
             self._num_backwards = 0
             self._end = self._here()
