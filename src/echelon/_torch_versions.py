@@ -56,6 +56,7 @@ PRIVATE_NAMES = (
     "torch._C._set_fp32_precision_setter",
     "torch._C._set_throw_on_mutable_data_ptr",
     "torch._C._storage_Use_Count",
+    "torch._library.custom_ops.OPDEFS",
     "torch._ops.HigherOrderOperator",
     "torch._ops.OpOverload",
     "torch._subclasses.fake_tensor.DataDependentOutputException",

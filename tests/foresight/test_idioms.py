@@ -295,6 +295,18 @@ def test_flex_attention_counts_as_flash_attention(how):
     assert [each.partition(" at ")[0] for each in assumptions] == [*earlier, words]
 
 
+def test_masked_flex_attention_of_a_part_of_the_queries_sees_half_of_the_pairs():
+    """As in context parallelism, where each rank has queries from the begin and from the end."""
+
+    def program():
+        query, key = (torch.ones(1, 2, length, 32, device="cuda", dtype=torch.bfloat16) for length in (128, 256))
+        mask = create_block_mask(lambda _, __, query, key: query >= key, None, None, 128, 256, device="cuda")
+        flex_attention(query, key, key, block_mask=mask)
+
+    entries = foresee(program, 1, gpu="h100").traces[0].entries
+    assert [each.flops for each in entries if getattr(each, "kind", "") == "attention"] == [4 * 2 * 128 * 256 * 32 // 2]
+
+
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 def test_a_causal_bias_is_causal_attention(bias):
     def program(mask):
@@ -435,3 +447,48 @@ def makes_compressed_tensors():
 def test_sparse_tensors_are_refused_by_one_line(program):
     with pytest.raises(UnsupportedOp, match=r"^a sparse tensor at .*test_idioms.py:\d+ is not foreseen.*dense tensors"):
         foresee(program, 1)
+
+
+@torch.library.custom_op("foreseen::gathered", mutates_args=())
+def gathered(x: torch.Tensor, fails: bool) -> torch.Tensor:
+    """Gathers rows of all ranks, as operators of context parallelism do."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    if fails:
+        raise RuntimeError("there is no GPU for a kernel of Triton")
+    return torch.cat(parts)
+
+
+@torch.library.custom_op("foreseen::added", mutates_args=())
+def added(x: torch.Tensor) -> torch.Tensor:
+    return add_up(x)
+
+
+def add_up(x):
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+@gathered.register_fake
+def of_all(x, _):
+    return x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+
+
+added.register_fake(torch.empty_like)
+gathered.register_autograd(lambda _, grad: (added(grad).chunk(2)[0], None))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_operators_of_the_program_communicate_as_their_code_says(fails):
+    """Their fake implementation only makes results, so it took the place of the collectives."""
+
+    def program():
+        device = programs.begin()
+        gathered(torch.ones(4, 8, device=device, requires_grad=True), fails).sum().backward()
+
+    seen = foresee(program, 2)
+    found = [(each.kind, each.num_bytes) for each in seen.traces[0].entries if isinstance(each, Collective)]
+    assert found == [("all_gather", 2 * 4 * 8 * 4), ("all_reduce", 2 * 4 * 8 * 4)]
+    words = "communication of foreseen::gathered counts up to a RuntimeError, as its code cannot run with fake tensors"
+    assert any(each.startswith(words) for each in seen.assumptions) == fails

@@ -8,11 +8,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._functorch import peek_interpreter_stack
+from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -269,6 +271,15 @@ def facts_of(operator: Any) -> OperatorFacts:
     # Some have kernels beside their formula, such as silu_backward.
     is_composite = has_kernel(operator.name(), "CompositeImplicitAutograd") and not has_kernel(operator.name(), "CPU")
     return OperatorFacts(namespace, name, schema.overload_name, writes, may_return_view, is_composite)
+
+
+def code_of(operator: Any) -> FunctionType | None:
+    """Returns the Python function of an operator that `torch.library.custom_op` has made, the same for all devices.
+
+    None: it has several ones, or none. torch keeps it under private names.
+    """
+    made = OPDEFS.get(operator._schema.name)
+    return made._init_fn if made is not None and len(made._backend_fns) == 1 else None
 
 
 def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from echelon._torch_private.tensors import (
 )
 from echelon.backends.memory import tensors_in
 from echelon.call_site import is_own
-from echelon.errors import UnsupportedOp
+from echelon.errors import EchelonError, UnsupportedOp
 from echelon.foresight.record.here import Recording, name_of
 from echelon.foresight.record.kernels.convolutions import parts
 from echelon.foresight.record.kernels.dtypes import check_dtypes, is_checked
@@ -150,6 +150,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             with self:  # a mode is off while it handles an operator
                 return func.decompose(*args, **kwargs)
         operation = Operation(func, facts, inputs, args, kwargs)
+        if facts.communicating is not None:
+            return self._communicated(operation, facts.communicating)
         if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(operation):
             with real_tensors():
                 return func(*args, **kwargs)
@@ -166,6 +168,20 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 return functional_collective(self._recording, self._results, func, facts.name, inputs, args, kwargs)
             case "read":
                 return self._read(facts, args)
+
+    def _communicated(self, operation: Operation, function: FunctionType) -> Any:
+        """Runs the function of an operator that communicates, since its fake implementation only makes results."""
+        try:
+            with self:  # a mode is off while it handles an operator
+                return function(*operation.args, **operation.kwargs)
+        except EchelonError:
+            raise
+        except Exception as error:  # as in a kernel of Triton
+            self.log.assume(
+                f"communication of {operation.facts.custom_name} counts up to a {type(error).__name__}, as its code "
+                "cannot run with fake tensors"
+            )
+            return self._computed(operation)
 
     def _in_place(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Returns the form in place of an operator that autograd would apply in place without a mode."""
@@ -410,8 +426,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             return
         if facts.custom_name and facts.flops is None and self._placement is not None:
             self.log.assume(
-                f"{facts.custom_name} takes the time of its bytes alone (if it computes products, "
-                "torch.utils.flop_counter.register_flop_formula says their number)"
+                f"{facts.custom_name} takes the time of its bytes alone, without communication or products inside of "
+                "it (torch.utils.flop_counter.register_flop_formula says the number of products)"
             )
         flops, shape = (
             flops_and_shape(facts, args, kwargs, out, self._documents(operation)) if facts.kind != "other" else (0, ())

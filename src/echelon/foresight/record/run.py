@@ -433,7 +433,9 @@ class _Run:
         # Of a build without NCCL. No operation takes time, so there are no timeouts either.
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl|Set timeout is now only supported")
         if self._request.gpu is not None:  # not true of the mesh of GPUs, which one of CPUs represents
-            warnings.filterwarnings("ignore", r"DTensor (random operators|manual_seed\(\)) may not have complete support")
+            warnings.filterwarnings(
+                "ignore", r"DTensor (random operators|manual_seed\(\)) may not have complete support"
+            )
 
     def _backend(self, rank: int) -> RecordingBackend:
         hosts = self._request.hosts

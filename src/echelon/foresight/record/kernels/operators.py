@@ -6,13 +6,15 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from echelon._torch_private.tensors import facts_of, tree_leaves
+from echelon._torch_private.tensors import code_of, facts_of, tree_leaves
+from echelon.call_site import is_foreign
 from echelon.foresight.record.kernels.convolutions import flops_of_gradients
 from echelon.foresight.record.kernels.onednn import products_of
 from echelon.foresight.trace import COMPLEX_PRODUCTS, Kind
@@ -90,6 +92,8 @@ _OF_TORCH = frozenset(
     | {"torch_attn", "fsdp", "symm_mem", "inductor", "inductor_prims", "rngprims", "quantized", "mkldnn", "onednn"}
 )
 """Namespaces of torch's operators. Others are those of the program and its libraries."""
+_COMMUNICATION = frozenset({"distributed", "_c10d_functional"})
+"""Attributes of torch and of its operators by which a function communicates."""
 _CHUNK = 32
 """Number of tensors that one kernel of a multi-tensor operator takes, roughly."""
 
@@ -116,6 +120,8 @@ class Operator(NamedTuple):
     """Whether it takes longer than reading its inputs and writing its outputs once, such as eigenvalues."""
     custom_name: str
     """Full name, such as "mylib::scan", of an operator that torch does not know. Empty for one of torch."""
+    communicating: FunctionType | None
+    """Python function of such an operator if it communicates. None if it does not, or has no single one."""
 
 
 class Operation(NamedTuple):
@@ -168,7 +174,31 @@ def _operator(func: Any, formula: Callable[..., int] | None) -> Operator:
         precision_of=_precision_of(name) if kind == "matmul" else "",
         is_slower=name in _SLOWER or (name.startswith(_LINEAR_ALGEBRA) and name not in _READ_ONCE),
         custom_name="" if facts.namespace in _OF_TORCH else f"{facts.namespace}::{name}",
+        communicating=None if facts.namespace in _OF_TORCH else _communicating(code_of(func)),
     )
+
+
+def _communicating(function: FunctionType | None) -> FunctionType | None:
+    """Returns the function if it uses torch.distributed, itself or by functions of the program that it names."""
+    found = [] if function is None else [function]
+    for each in found:
+        names = _names_in(each.__code__)
+        values = [each.__globals__.get(name) for name in names]
+        if not _COMMUNICATION.isdisjoint(names) or any(map(_is_of_distributed, values)):
+            return function
+        called = (value for value in values if isinstance(value, FunctionType) and value not in found)
+        found += [value for value in called if not is_foreign(value.__code__.co_filename)]
+    return None
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _is_of_distributed(value: object) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return isinstance(value, ModuleType | FunctionType) and str(name).startswith("torch.distributed")
 
 
 def _precision_of(name: str) -> str:
@@ -390,7 +420,8 @@ def _attention_flops(
     _, heads, _, queries, keys, width, width_of_values, num_queries = sizes
     flops = _with_backward(2 * num_queries * heads * keys * (width + width_of_values), _first_of(name))
     is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
-    return flops // 2 if is_causal and queries == keys else flops
+    # In context parallelism a rank has a part of the queries, which sees half of the pairs on average, too.
+    return flops // 2 if is_causal and queries > 1 else flops
 
 
 def _with_backward(products: int, is_backward: int) -> int:
