@@ -157,6 +157,12 @@ FLEX_NAMES = (
 )
 """Further private names, probed when a program is foreseen. Without them flex_attention cannot be foreseen."""
 
+FLASH_NAMES = (
+    "torch.nn.attention._registry._FLASH_ATTENTION_ACTIVE",
+    "torch.nn.attention._registry._FLASH_ATTENTION_IMPLS",
+)
+"""Further private names, probed when a program is foreseen. Without them newer flash attention has to be installed."""
+
 
 class UnsupportedTorch(ImportError):
     """Unsupported version of torch."""

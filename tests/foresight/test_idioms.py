@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    sdpa_kernel,
+)
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
@@ -492,3 +497,13 @@ def test_operators_of_the_program_communicate_as_their_code_says(fails):
     assert found == [("all_gather", 2 * 4 * 8 * 4), ("all_reduce", 2 * 4 * 8 * 4)]
     words = "communication of foreseen::gathered counts up to a RuntimeError, as its code cannot run with fake tensors"
     assert any(each.startswith(words) for each in seen.assumptions) == fails
+
+
+def test_a_newer_flash_attention_need_not_be_installed():
+    def program():
+        activate_flash_attention_impl("FA3")
+        return current_flash_attention_impl()
+
+    seen = foresee(program, 1)
+    assert seen.assumptions[1].startswith("flash attention of version 3 or 4 takes the time of version 2")
+    assert current_flash_attention_impl() is None

@@ -72,7 +72,22 @@ def test_experts_get_equally_many_tokens(route):
     assert any(isinstance(each, HostWait) for each in trace.entries)
 
 
-def test_tokens_that_travel_to_their_experts_arrive():
+def counts_of_all(counts):
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts)
+    return received
+
+
+def functional_counts_of_all(counts):
+    """As torchtitan exchanges them."""
+    size = dist.get_world_size()
+    split = [len(counts) // size] * size
+    received = torch.ops._c10d_functional.all_to_all_single(counts, split, split, dist.group.WORLD.group_name)
+    return torch.ops._c10d_functional.wait_tensor(received)
+
+
+@pytest.mark.parametrize("exchange", [counts_of_all, functional_counts_of_all])
+def test_tokens_that_travel_to_their_experts_arrive(exchange):
     world_size = 4
 
     def program():
@@ -80,8 +95,7 @@ def test_tokens_that_travel_to_their_experts_arrive():
         per_rank = EXPERTS // world_size
         indices = chosen(device).indices.view(-1)
         counts = torch.histc(indices, bins=EXPERTS, min=0, max=EXPERTS - 1)
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts)
+        received = exchange(counts)
         sizes = counts.view(world_size, per_rank).sum(1).tolist()
         new_sizes = received.view(world_size, per_rank).sum(1).tolist()
         tokens = torch.randn(TOKENS * CHOSEN, WIDTH, device=device)
@@ -115,6 +129,7 @@ def test_values_that_follow_from_nothing_are_assumed():
         results["known"] = flags.tolist()
         flags.add_(labels[:4])
         results["unknown"] = flags.tolist()
+        results["repeated"] = labels.repeat_interleave(labels, output_size=64).shape
 
     trace = recorded(program)
     assert results == {
@@ -124,6 +139,7 @@ def test_values_that_follow_from_nothing_are_assumed():
         "counts": (9,),
         "known": [0, 2, 2, 0],
         "unknown": [1, 1, 1, 1],
+        "repeated": (64,),
     }
     assert {"all elements are chosen", "all elements differ", "all elements are 0"} < assumptions(trace)
 

@@ -15,7 +15,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon._torch_private.tensors import FakeTensor
-from echelon._torch_versions import COMPILED_NAMES, FLEX_NAMES, FSDP1_NAMES, missing
+from echelon._torch_versions import COMPILED_NAMES, FLASH_NAMES, FLEX_NAMES, FSDP1_NAMES, missing
 from echelon.replacements import Replacement, replaced
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -180,6 +180,22 @@ def flex_attention_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
         Replacement(flex, "_validate_device", lambda _: lambda *_: None),
         # Otherwise it compiles the operator.
         Replacement(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", lambda _: True),
+    ]
+
+
+def flash_attention_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
+    """Lets programs choose a newer flash attention, such as "FA3", by wrappers of the functions that install it.
+
+    Such a function returns an object with `remove`. torch's own imports a package for GPUs.
+    """
+    if missing(FLASH_NAMES):
+        return []
+    registry = importlib.import_module("torch.nn.attention._registry")
+    return [
+        Replacement(
+            registry, "_FLASH_ATTENTION_IMPLS", lambda known: {name: wrap(install) for name, install in known.items()}
+        ),
+        Replacement(registry, "_FLASH_ATTENTION_ACTIVE", lambda active: active),  # restored afterwards
     ]
 
 

@@ -6,9 +6,9 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -169,7 +169,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             case "read":
                 return self._read(facts, args)
 
-    def _communicated(self, operation: Operation, function: FunctionType) -> Any:
+    def _communicated(self, operation: Operation, function: Callable[..., Any]) -> Any:
         """Runs the function of an operator that communicates, since its fake implementation only makes results."""
         try:
             with self:  # a mode is off while it handles an operator

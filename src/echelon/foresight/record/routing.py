@@ -356,9 +356,13 @@ class Routing:
                 f"fake elements, and at most {_MOST:,} can be assumed: compute it without such a shape"
             )
         value = self.read(source)
+        size = kwargs.get("output_size")
         if value is None:
-            self._assume(text)
+            self._assume(text if size is None else "each element is repeated equally often")
         with real_tensors():
+            if value is None and size is not None:
+                parts = torch.empty(size).tensor_split(max(1, source.numel()))
+                value = torch.tensor([len(each) for each in parts[: source.numel()]], dtype=source.dtype)
             value = assumed(torch.empty(source.shape, dtype=source.dtype)) if value is None else value
             made = func(value, *(None if isinstance(each, Tensor) else each for each in args[1:]), **kwargs)
         results = []

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from echelon._torch_private.distributed import all_gather_into, batches_noted, d
 from echelon._torch_private.modules import (
     ddp_of_sync_batch_norm,
     devices_as_on_gpu,
+    flash_attention_by,
     flex_attention_by,
     move_to_gpu,
     offloaded_parameters_by,
@@ -96,6 +97,7 @@ def _of_gpu(num_devices: int, gpu: Gpu) -> Iterator[Replacement]:
     yield Replacement(nn.DataParallel, "forward", in_ranks(_of_one_gpu))
     yield Replacement(torch.autograd.graph.saved_tensors_hooks, "__init__", in_ranks(_hooked))
     yield from flex_attention_by(in_ranks(_flexible_attention))
+    yield from flash_attention_by(in_ranks(_newer_flash_attention))
     yield from ddp_of_sync_batch_norm()
     yield from devices_as_on_gpu()
     yield from offloaded_parameters_by(in_ranks(_gathered_on_gpu), in_ranks(_without_offloaded_gradient))
@@ -206,6 +208,12 @@ def _flexible_attention(recording: Recording, _: Callable[..., Any], *args: Any,
     out = attention(nn.functional.scaled_dot_product_attention, (query, key, value), given)
     sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     return out, sums, sums
+
+
+def _newer_flash_attention(recording: Recording, _: Callable[..., Any]) -> SimpleNamespace:
+    """Stands for the installation of a newer flash attention."""
+    recording.log.assume("flash attention of version 3 or 4 takes the time of version 2, which is longer")
+    return SimpleNamespace(remove=lambda: None)
 
 
 def _name_groups(

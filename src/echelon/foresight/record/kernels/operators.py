@@ -120,7 +120,7 @@ class Operator(NamedTuple):
     """Whether it takes longer than reading its inputs and writing its outputs once, such as eigenvalues."""
     custom_name: str
     """Full name, such as "mylib::scan", of an operator that torch does not know. Empty for one of torch."""
-    communicating: FunctionType | None
+    communicating: Callable[..., Any] | None
     """Python function of such an operator if it communicates. None if it does not, or has no single one."""
 
 
