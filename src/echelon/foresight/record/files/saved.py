@@ -103,6 +103,7 @@ class CheckpointCalls:
         yield with_new(dcp.load, self._load_apart, "torch.distributed.checkpoint.load")
         yield with_new(torch.jit.save, skip, "torch.jit.save", nothing)
         yield with_new(torch.export.save, skip, "torch.export.save", nothing)
+        yield with_new(torch.onnx.export, skip, "torch.onnx.export", nothing)
         try:
             safetensors: Any = importlib.import_module("safetensors.torch")
         except ImportError:
