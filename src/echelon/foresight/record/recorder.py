@@ -36,7 +36,6 @@ from echelon.foresight.record.kernels.convolutions import parts
 from echelon.foresight.record.kernels.dtypes import check_dtypes, is_checked
 from echelon.foresight.record.kernels.onednn import HAS_SCRATCH, scratch, with_workspace
 from echelon.foresight.record.kernels.operators import (
-    FINDS_OVERFLOW,
     INTO_A_PART,
     KEEPS_TERMS,
     NEGATES,
@@ -45,6 +44,7 @@ from echelon.foresight.record.kernels.operators import (
     Operation,
     Operator,
     begins_of_documents,
+    finds_overflow,
     flops_and_shape,
     launches_of,
     operator,
@@ -104,8 +104,8 @@ _OWN_MEMORY = os.path.join(os.sep, "echelon", "backends", "memory.py")
 _RECORDING = os.path.join(os.sep, "echelon", "foresight", "")
 _CHECKED = tuple(os.path.join(os.sep, "torch", "nn", name) for name in ("init.py", "functional.py"))
 """Files of torch that read flags to refuse wrong values, or to draw them again, such as a negative variance."""
-_MOST_READS = 20_000
-"""Flags that one line may read in a row."""
+_MOST_READS = {True: 20_000, False: 100_000}
+"""Flags, and other numbers, that one line may read in a row. A loop over batches may read one of each."""
 _SMALL = 1 << 16
 """Elements up to which real tensors stay real in an operation that takes no fake one."""
 
@@ -125,10 +125,10 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self._copies = Copies(recording.log, recording.memory) if placement is None else placement.copies
         self._results = FakeResults()
         self._references = _usual_references()
-        self._of_overflow: set[int] = set()
-        """Storages that say whether values are infinite or not a number. They are assumed to be 0 or false."""
+        self._of_overflow: dict[int, bool] = {}
+        """Storages that say whether values are infinite or not a number: True, assumed to be 0 or false. Or are not."""
         self._reads = (-1, 0)
-        """Line of the program that has read a flag last, and how often in a row."""
+        """Line of the program that has read an assumed value last, and how often in a row."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -227,29 +227,31 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.name != "_local_scalar_dense":
             log.assume(f"two tensors are {'close' if facts.name == 'allclose' else 'equal'}")
             return True
+        is_flag = args[0].dtype == torch.bool
         if (value := self.routing.read(args[0])) is not None:
+            if self.routing.is_chosen(args[0]):
+                self._count_reads(is_flag)
             with real_tensors():
                 return value.item()
         number = self.memory.number(args[0])
-        if args[0].dtype == torch.bool:
-            if _is_checked():
-                return False
-            self._count_reads()
-        if number in self._of_overflow:
+        if is_flag and _is_checked():
+            return False
+        if (of_overflow := self._of_overflow.get(number)) is None:
+            self._count_reads(is_flag)
+            log.assume(f"a value of a tensor is {'true' if is_flag else 1}")
+        else:  # no loop waits for such values
             log.assume("no value is infinite or not a number")
-        else:
-            log.assume(f"a value of a tensor is {'true' if args[0].dtype == torch.bool else 1}")
-        kind = bool if args[0].dtype == torch.bool else float if args[0].dtype.is_floating_point else int
-        return kind(number not in self._of_overflow)
+        kind = bool if is_flag else float if args[0].dtype.is_floating_point else int
+        return kind(not of_overflow)
 
-    def _count_reads(self) -> None:
-        """Counts the flags that one line reads in a row. Raises UnsupportedOp if it seems to be a loop without end."""
+    def _count_reads(self, is_flag: bool) -> None:
+        """Counts the values that one line reads in a row. Raises UnsupportedOp if it seems to be a loop without end."""
         place = self.log.place()
         self._reads = (place, self._reads[1] + 1 if self._reads[0] == place else 1)
-        if self._reads[1] > _MOST_READS:
+        if self._reads[1] > _MOST_READS[is_flag]:
             raise UnsupportedOp(
-                f"a loop at {self.log.line()} goes on for {_MOST_READS:,} rounds, since values of recorded tensors are "
-                "assumed to be true: let it end by a number of rounds, too"
+                f"a loop at {self.log.line()} goes on for {_MOST_READS[is_flag]:,} rounds, since it reads values of "
+                "recorded tensors, which are assumed: let it end by a number of rounds, too"
             )
 
     def _decided(self, operation: Operation) -> Any:
@@ -394,7 +396,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = operation.args, operation.kwargs
         if facts.name in COPIES and self.memory.on_host and self._copies.write_copies(args, kwargs):
             return
-        self._follow_overflow(facts, before, written[-1:] if facts.writes else outputs)
+        self._follow_overflow(operation, before, written[-1:] if facts.writes else outputs)
         # Not strict: `inputs` may have lost the last one above.
         read = list(zip(before, inputs, strict=False))
         changed = [(number(each), each) for each in written]
@@ -431,13 +433,16 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             lengths = [each.diff().tolist() for each in known if each is not None]
         return list(zip(*lengths, strict=True))
 
-    def _follow_overflow(self, facts: Operator, before: Sequence[int], results: Iterable[Tensor]) -> None:
+    def _follow_overflow(self, operation: Operation, before: Sequence[int], results: Iterable[Tensor]) -> None:
         """Notes results that say whether values are infinite or not a number, by themselves or by their inputs."""
-        found = self._of_overflow
-        if facts.name in FINDS_OVERFLOW or (
-            found and before and found.issuperset(before) and facts.name not in NEGATES
-        ):
-            found.update(map(self.memory.number, results))
+        name, found = operation.facts.name, self._of_overflow
+        if (says := finds_overflow(operation)) is None and found and before:
+            said = {found.get(each) for each in before}
+            says = said.pop() if len(said) == 1 else None
+            if says is not None and name in NEGATES:
+                says = not says
+        if says is not None:
+            found.update((self.memory.number(each), says) for each in results)
 
     def _enter_on_host(self, operation: Operation, inputs: Sequence[Tensor], accesses: Accesses) -> None:
         """Writes an operator that the host computes."""
