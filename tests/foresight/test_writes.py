@@ -551,6 +551,19 @@ def importing(folder):
     assert a_writer.IS_WRITTEN
 
 
+def test_a_buffer_in_memory_is_read_back_as_shapes():
+    def program():
+        model = torch.nn.Linear(2, 3).cuda()
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer)
+        assert (loaded["weight"].shape, loaded["weight"].device.type) == ((3, 2), "cuda")
+        model.load_state_dict(loaded)
+
+    assert record(program, 1)[0].skipped
+
+
 def test_the_working_folder_is_as_before(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

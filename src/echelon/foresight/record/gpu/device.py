@@ -270,6 +270,7 @@ def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         else:
             mapped(each)
     if (recording := recording_here()) is not None and recording.placement is not None:
+        recording.log.gpus.has_tensors = True
         recording.log.gpus.name()
         non_blocking = _non_blocking(args, kwargs)
         tensor = recording.placement.of_thread(recording.threads, args[0], non_blocking)
