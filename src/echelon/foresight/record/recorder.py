@@ -439,8 +439,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if (says := finds_overflow(operation)) is None and found and before:
             said = {found.get(each) for each in before}
             says = said.pop() if len(said) == 1 else None
-            if says is not None and name in NEGATES:
-                says = not says
+            says = says if says is None else says != (name in NEGATES)
         if says is not None:
             found.update((self.memory.number(each), says) for each in results)
 
