@@ -66,6 +66,7 @@ PRIVATE_NAMES = (
     "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
     "torch._subclasses.fake_tensor.UnsupportedOperatorException",
     "torch._tensor_str.PRINT_OPTS",
+    "torch.amp.autocast_mode._cast",
     "torch.autograd.Function._backward_cls._forward_cls",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",

@@ -103,6 +103,59 @@ def test_functions_inside_of_functions_are_treated_alike():
     assert {each.dtype for each in kernels if each.kind == "matmul"} == {"bfloat16"}
 
 
+def test_autocast_is_set_by_its_functions_as_well():
+    found = []
+
+    def program():
+        x = torch.ones(8, 8, device=programs.begin())
+        torch.set_autocast_enabled(True)
+        found.append((x @ x).dtype)
+        torch.set_autocast_gpu_dtype(torch.bfloat16)
+        found.extend([(x @ x).dtype, torch.get_autocast_gpu_dtype()])
+        torch.set_autocast_enabled("cuda", False)
+        found.append((x @ x).dtype)
+        with torch.autocast("cuda"):
+            found.append((x @ x).dtype)
+
+    record(program, 1)
+    assert found == [torch.float16, torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_autocast_of_the_cpu_leaves_the_gpu_as_it_is():
+    found = []
+
+    def program():
+        x = torch.ones(8, 8, device=programs.begin())
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append((x @ x).dtype)
+        with torch.autocast("cuda", torch.float16), torch.autocast("cpu", torch.bfloat16):
+            found.append((x @ x).dtype)
+
+    trace = record(program, 1)[0]
+    assert found == [torch.float32, torch.float16]
+    assert trace.assumptions[0].startswith("autocast of the CPU changes no operator")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arguments_of_functions_of_the_program_are_converted(dtype):
+    found = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=dtype)
+        def forward(_, x):
+            found.append(x.dtype)
+            return x @ x
+
+    def program():
+        x = torch.ones(8, 8, device=programs.begin(), dtype=torch.float16)
+        with torch.autocast("cuda"):
+            found.append(Function.apply(x).dtype)
+
+    record(program, 1)
+    assert found == [dtype, dtype]
+
+
 def test_autocast_is_as_before_after_a_recording():
     record(programs.begin, 1)
     x = torch.ones(1, 4, 8, 8, dtype=torch.bfloat16)

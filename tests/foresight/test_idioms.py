@@ -189,12 +189,43 @@ def waits_for_values(rounds):
 
 
 def test_a_loop_that_goes_by_values_is_refused_at_its_line(monkeypatch):
-    monkeypatch.setattr(recorder, "_MOST_READS", 1_000)
+    monkeypatch.setattr(recorder, "_MOST_READS", {True: 1_000, False: 1_000})
     assert foresee(waits_for_values, 1, (3,)).step_seconds > 0
     with pytest.raises(
         UnsupportedOp, match=r"a loop at .*test_idioms.py:\d+ goes on for 1,000 rounds.*number of rounds"
     ):
         foresee(waits_for_values, 1, (-1,))
+
+
+def test_a_device_without_a_number_is_not_set():
+    with pytest.raises(ValueError, match="specified index"):
+        foresee(lambda: torch.cuda.set_device(torch.device("cuda")), 1)
+
+
+def test_a_limit_of_memory_is_an_assumption():
+    seen = foresee(lambda: torch.cuda.set_per_process_memory_fraction(0.5, device=0), 1)
+    assert any(each.startswith("torch.cuda.set_per_process_memory_fraction sets no limit") for each in seen.assumptions)
+
+
+@pytest.mark.parametrize("read", [lambda x: x.argmax() != 3, lambda x: x.max().item() > 0.1])
+def test_a_loop_that_waits_for_a_choice_or_a_number_is_refused(read, monkeypatch):
+    monkeypatch.setattr(recorder, "_MOST_READS", {True: 100, False: 100})
+
+    def program():
+        while read(torch.randn(8, 1, device="cuda")):
+            pass
+
+    with pytest.raises(UnsupportedOp, match="goes on for 100 rounds"):
+        foresee(program, 1)
+
+
+def test_positions_of_known_numbers_are_no_choice():
+    def program():
+        x = torch.arange(5)
+        assert x[x > 2].tolist() == [3, 4]
+        steps(nn.Linear(2, 2).cuda(), torch.randn(2, 2, device="cuda"))
+
+    assert not foresee(program, 1).assumptions
 
 
 def captures():
@@ -339,6 +370,37 @@ def test_attention_of_cudnn_is_a_kernel_like_flash_attention(mask):
     ]
 
 
+@pytest.mark.parametrize(
+    ("shape", "heads_of_keys", "dtype", "options"),
+    [
+        ((2, 8, 16, 32), 2, torch.bfloat16, {"enable_gqa": True, "attn_mask": True}),
+        ((2, 8, 16, 32), 1, torch.bfloat16, {}),
+        ((2, 8, 16, 32), 8, torch.float64, {}),
+        ((8, 16, 32), None, torch.bfloat16, {}),
+    ],
+    ids=["grouped queries with a mask", "one head of keys", "float64", "no heads"],
+)
+def test_attention_without_a_kernel_of_its_own_is_products(shape, heads_of_keys, dtype, options):
+    def program():
+        query = torch.randn(shape, device="cuda", dtype=dtype)
+        key = query if heads_of_keys is None else query[:, :heads_of_keys]
+        mask = torch.ones(16, 16, device="cuda", dtype=torch.bool) if "attn_mask" in options else None
+        nn.functional.scaled_dot_product_attention(query, key, key, **{**options, "attn_mask": mask})
+
+    kernels = [each for each in foresee(program, 1).traces[0].entries if getattr(each, "flops", 0)]
+    assert [each.name for each in kernels] == ["bmm", "bmm"]
+
+
+def test_attention_that_the_program_allows_no_kernel_is_an_error():
+    def program():
+        x = torch.randn(2, 4, 16, 32, device="cuda")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            nn.functional.scaled_dot_product_attention(x, x, x)
+
+    with pytest.raises(RuntimeError, match=r"No available kernel.*SDPBackend\.MATH"):
+        foresee(program, 1)
+
+
 def clips():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10))).cuda()
     model(torch.randn(2, 8, device="cuda")).sum().backward()
@@ -367,7 +429,10 @@ def asks_for_memory():
     x = torch.randn(1 << 20, device="cuda")
     assert torch.cuda.memory_allocated() == torch.cuda.memory.memory_allocated() >= x.nbytes
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.memory.reset_peak_memory_stats()
+    torch.cuda.memory.reset_peak_memory_stats(device="cuda:0")
+    torch.accelerator.memory.empty_cache()
+    assert torch.accelerator.memory.memory_allocated() == torch.cuda.memory_allocated()
+    assert torch.cuda.memory_stats()["allocation.all.current"] == 0
     assert torch.cuda.memory_snapshot() == torch.cuda.memory._snapshot()["segments"] == []
     assert torch.cuda.temperature() == torch.cuda.power_draw() == 0
     steps(nn.Linear(8, 8).cuda(), torch.randn(2, 8, device="cuda"))
@@ -392,7 +457,76 @@ def sets_up_its_device():
     steps(nn.Linear(8, 8).cuda(), x)
 
 
-@pytest.mark.parametrize("program", [uses_older_names, asks_for_memory, marks_ranges, sets_up_its_device])
+def asks_for_facts():
+    properties = torch.cuda.get_device_properties("cuda")
+    assert properties.shared_memory_per_multiprocessor > properties.shared_memory_per_block_optin
+    assert properties.uuid is not None
+    assert torch.backends.cudnn.version() > 90000
+    assert torch.backends.cuda.is_flash_attention_available()
+    lowest, highest = torch.cuda.Stream.priority_range()
+    assert lowest > highest
+    steps(nn.Linear(8, 8).cuda(), torch.randn(2, 8, device="cuda"))
+
+
+def uses_streams_and_states_by_name():
+    with torch.cuda.stream(torch.cuda.ExternalStream(torch.cuda.Stream().cuda_stream)):
+        x = torch.randn(2, 8, device="cuda")
+    torch.cuda.random.set_rng_state(torch.cuda.get_rng_state(device="cuda"), device="cuda")
+    for device in (0, "cuda", torch.device("cuda"), None):
+        with torch.cuda.device(device):
+            steps(nn.Linear(8, 8).cuda(), x, count=1)
+
+
+def sets_a_default_type():
+    torch.set_default_tensor_type(torch.cuda.HalfTensor)
+    assert (torch.ones(1).device.type, torch.ones(1).dtype) == ("cuda", torch.float16)
+    torch.set_default_tensor_type("torch.FloatTensor")
+    assert (torch.ones(1).device.type, torch.ones(1).dtype) == ("cpu", torch.float32)
+    torch.set_default_tensor_type("torch.cuda.FloatTensor")
+    steps(nn.Linear(8, 8), torch.randn(2, 8))
+
+
+def takes_the_plain_module_out_of_the_compiled_one():
+    model = torch.compile(nn.Linear(8, 8).cuda())
+    assert model._orig_mod.weight is model.weight
+    assert not hasattr(model._orig_mod, "_orig_mod")
+    assert list(model.state_dict()) == ["weight", "bias"]
+    steps(model, torch.randn(2, 8, device="cuda"))
+
+
+def looks_for_values_that_are_not_finite():
+    x = torch.randn(4, device="cuda")
+    assert not (x != x).any()  # a number that is none
+    assert not (~torch.isfinite(x)).any()
+    assert not torch.logical_not(x.isfinite()).any()
+    assert not (x.abs() == float("inf")).any()
+    assert torch.isfinite(x).all()
+    steps(nn.Linear(8, 8).cuda(), torch.randn(2, 8, device="cuda"))
+
+
+def writes_to_arrays():
+    assert np.asarray(torch.tensor([0.5, 1.5])).tolist() == torch.tensor([0.5, 1.5]).numpy().tolist() == [0.5, 1.5]
+    values = torch.randn(4, device="cuda").cpu().numpy()
+    values /= 2
+    values[0] = 3
+    steps(nn.Linear(8, 8).cuda(), torch.randn(2, 8, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        uses_older_names,
+        asks_for_memory,
+        marks_ranges,
+        sets_up_its_device,
+        asks_for_facts,
+        uses_streams_and_states_by_name,
+        sets_a_default_type,
+        takes_the_plain_module_out_of_the_compiled_one,
+        looks_for_values_that_are_not_finite,
+        writes_to_arrays,
+    ],
+)
 def test_names_of_cuda_work(program):
     assert foresee(program, 1).step_seconds > 0
 

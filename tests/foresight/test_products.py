@@ -83,11 +83,45 @@ def test_a_large_product_is_as_fast_as_the_data_sheet_says():
     [
         (lambda x: torch.addbmm(x(4, 6), x(3, 4, 5), x(3, 5, 6)), 2 * 3 * 4 * 5 * 6),
         (lambda x: torch._int_mm(x(32, 16).char(), x(16, 8).char()), 2 * 32 * 16 * 8),
+        (lambda x: torch._weight_int8pack_mm(x(3, 32), x(16, 32).char(), x(16)), 2 * 3 * 32 * 16),
+        (lambda x: torch._weight_int4pack_mm(x(3, 64), x(8, 1, 32, 4).int(), 64, x(1, 64, 2)), 2 * 3 * 64 * 64),
+        (
+            lambda x: F.scaled_mm(
+                x(32, 64).to(torch.float8_e4m3fn),
+                x(16, 64).to(torch.float8_e4m3fn).t(),
+                x(),
+                F.ScalingType.TensorWise,
+                x(),
+                F.ScalingType.TensorWise,
+            ),
+            2 * 32 * 64 * 16,
+        ),
+        (
+            lambda x: torch._scaled_grouped_mm(
+                x(32, 64).to(torch.float8_e4m3fn),
+                x(2, 16, 64).to(torch.float8_e4m3fn).transpose(1, 2),
+                x(32),
+                x(2, 16),
+                torch.tensor([16, 32], device="cuda", dtype=torch.int32),
+                out_dtype=torch.bfloat16,
+            ),
+            2 * 32 * 64 * 16,
+        ),
         (lambda x: torch.cdist(x(2, 30, 8), x(2, 40, 8)), 2 * 2 * 30 * 40 * 8),
         (lambda x: torch.cdist(x(2, 30, 8), x(2, 40, 8), p=1), 2 * 2 * 30 * 40 * 8),
         (lambda x: F.bilinear(x(7, 3), x(7, 4), x(5, 3, 4)), 2 * 7 * 3 * 4 * 5),
     ],
-    ids=["addbmm", "int_mm", "cdist", "cdist by sums", "bilinear"],
+    ids=[
+        "addbmm",
+        "int_mm",
+        "int8 weights",
+        "int4 weights",
+        "scaled_mm",
+        "scaled_grouped_mm",
+        "cdist",
+        "cdist by sums",
+        "bilinear",
+    ],
 )
 def test_products_without_a_formula_of_torch_have_flops(program, flops):
     seen = foresee(lambda: program(lambda *shape: torch.empty(shape, device="cuda")), 1, gpu="h100")

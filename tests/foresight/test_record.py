@@ -371,6 +371,14 @@ def test_the_process_is_as_before():
     torch.testing.assert_close(programs.Mlp()(torch.zeros(1, programs.WIDTH)), torch.zeros(1, programs.WIDTH))
 
 
+def test_views_in_place_launch_nothing():
+    def program():
+        x = torch.empty(4, 1, 8, device="cuda")
+        x.squeeze_(1).unsqueeze_(0).transpose_(0, 1).swapaxes_(1, 2).as_strided_((8, 4), (1, 8)).t_().detach_()
+
+    assert not [each for each in record(program, 1)[0].entries if isinstance(each, Kernel)]
+
+
 def exchanging():
     """Ranks that tell each other Python objects, some of which only one rank has."""
     programs.begin()

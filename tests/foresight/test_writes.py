@@ -1,6 +1,7 @@
 """A foreseen program overwrites nothing."""
 
 import ctypes
+import glob
 import gzip
 import importlib
 import io
@@ -163,6 +164,12 @@ def in_folder(folder):
     os.close(number)
 
 
+def in_file(folder):
+    number = os.open(folder / "a.txt", os.O_RDONLY)
+    os.fchmod(number, 0o400)
+    os.close(number)
+
+
 def database(folder):
     connection = sqlite3.connect(folder / "base.db")
     connection.execute("create table rows(x)")
@@ -223,6 +230,22 @@ def read_back(folder):
     assert not (folder / "run").exists()
 
 
+def listed(folder):
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "new.pt").write_text("x")
+    assert os.listdir(folder / "a") == ["b"]
+    assert sorted(each.name for each in folder.glob("*")) == sorted([*os.listdir(folder)])
+    assert glob.glob(str(folder / "n*.pt")) == [str(folder / "new.pt")]
+    assert "a" in next(os.walk(folder))[1]
+    with os.scandir(folder) as entries:
+        entry = next(each for each in entries if each.name == "new.pt")
+    assert (entry.is_dir(), entry.is_file(), entry.stat().st_size) == (False, True, 1)
+    with pytest.raises(FileExistsError):
+        (folder / "folder").mkdir()
+    os.makedirs(folder / "folder", exist_ok=True)
+    torch.onnx.export(torch.nn.Linear(2, 2), (torch.ones(2),), folder / "new.onnx")
+
+
 def replaced(folder):
     with tempfile.NamedTemporaryFile("w", dir=folder) as file:
         file.write("new")
@@ -271,6 +294,7 @@ WAYS = {
     "touch": lambda folder: ((folder / "new").touch(), (folder / "a.txt").touch()),
     "chmod": lambda folder: (folder / "a.txt").chmod(0o400),
     "utime": lambda folder: os.utime(folder / "a.txt", (1, 1)),
+    "chmod of an open file": in_file,
     "truncate": lambda folder: os.truncate(folder / "a.txt", 0),
     "nodes": lambda folder: (os.mkfifo(folder / "fifo"), os.mknod(folder / "node")),
     "rename": lambda folder: (folder / "a.txt").rename(folder / "b.txt"),
@@ -345,7 +369,7 @@ def test_no_way_of_writing_changes_a_file(name, tmp_path):
 
 
 def test_what_a_program_wrote_it_reads_back(tmp_path):
-    assert not changed(tmp_path, {"reading": read_back, "replacing": replaced})
+    assert not changed(tmp_path, {"reading": read_back, "listing": listed, "replacing": replaced})
 
 
 def test_temporary_files_are_gone_afterwards(tmp_path, monkeypatch):
@@ -525,6 +549,30 @@ def importing(folder):
 
     a_prober.save(folder)
     assert a_writer.IS_WRITTEN
+
+
+def test_a_buffer_in_memory_is_read_back_as_shapes():
+    def program():
+        model = torch.nn.Linear(2, 3).cuda()
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer)
+        assert (loaded["weight"].shape, loaded["weight"].device.type) == ((3, 2), "cuda")
+        model.load_state_dict(loaded)
+
+    assert record(program, 1)[0].skipped
+
+
+def test_the_working_folder_is_as_before(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def program():
+        os.makedirs("run/now")
+        os.chdir("run/now")
+
+    record(program, 2, (0, 1))
+    assert os.getcwd() == str(tmp_path)
 
 
 def test_a_package_that_takes_a_function_later_on_has_its_replacement(tmp_path, monkeypatch):

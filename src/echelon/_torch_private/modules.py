@@ -95,6 +95,11 @@ def _on_cpu(find: Callable[..., torch.device]) -> Callable[..., torch.device]:
     return compute_device
 
 
+def casts_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Replacement:
+    """Lets `torch.amp.custom_fwd` convert arguments by a wrapper of its own function, which compares devices."""
+    return Replacement(torch.amp.autocast_mode, "_cast", wrap)
+
+
 def offloaded_parameters_by(
     gather: Callable[[Callable[..., bool]], Callable[..., bool]],
     begin: Callable[[Callable[..., None]], Callable[..., None]],

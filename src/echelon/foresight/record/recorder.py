@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
@@ -24,7 +23,6 @@ from echelon._torch_private.tensors import (
     HigherOrderOperator,
     known_value,
     real_tensors,
-    references,
     set_known_value,
     without_functions,
 )
@@ -32,11 +30,11 @@ from echelon.backends.memory import tensors_in
 from echelon.call_site import is_own
 from echelon.errors import EchelonError, UnsupportedOp
 from echelon.foresight.record.here import Recording, name_of
+from echelon.foresight.record.kernels.accumulation import in_place, usual_references
 from echelon.foresight.record.kernels.convolutions import parts
 from echelon.foresight.record.kernels.dtypes import check_dtypes, is_checked
 from echelon.foresight.record.kernels.onednn import HAS_SCRATCH, scratch, with_workspace
 from echelon.foresight.record.kernels.operators import (
-    FINDS_OVERFLOW,
     INTO_A_PART,
     KEEPS_TERMS,
     NEGATES,
@@ -45,13 +43,14 @@ from echelon.foresight.record.kernels.operators import (
     Operation,
     Operator,
     begins_of_documents,
+    finds_overflow,
     flops_and_shape,
     launches_of,
     operator,
 )
 from echelon.foresight.record.kernels.traffic import Accesses, accesses_of, num_bytes_of
 from echelon.foresight.record.kernels.workspaces import HAS_WORKSPACE, workspaces
-from echelon.foresight.record.log.callers import BETWEEN, ENGINE, REPLICAS, calling_file
+from echelon.foresight.record.log.callers import BETWEEN, REPLICAS, calling_file
 from echelon.foresight.record.log.copies import COPIES, Copies, Move
 from echelon.foresight.record.log.memory import sparse_tensor
 from echelon.foresight.record.log.placement import GPU, Host, Where
@@ -66,15 +65,6 @@ _ON_HOST = ("device_mesh.py", "_mesh_layout.py", "distributed_c10d.py")
 """Files of torch whose own tensors are numbers on the host, such as the ranks of a mesh and the bytes of objects."""
 _FOLDERS_ON_HOST = tuple(os.path.join(os.sep, "torch", *parts, "") for parts in (("optim",), ("utils", "data")))
 """Folders of torch's optimizers, which count their steps on the host, and of loaders, which draw indices there."""
-_ATEN = torch.ops.aten
-_IN_PLACE = {
-    _ATEN.index_add.default: _ATEN.index_add_.default,
-    _ATEN.index_put.default: _ATEN.index_put_.default,
-    _ATEN.put.default: _ATEN.put_.default,
-    _ATEN.scatter.src: _ATEN.scatter_.src,
-    _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
-}
-"""Operators that autograd applies to fake zeros, with their forms in place, which ordinary zeros get."""
 _ON_TENSOR_CORES = frozenset({TF32, "bfloat16", "float16"})
 _DEVICE_OF = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
@@ -104,8 +94,8 @@ _OWN_MEMORY = os.path.join(os.sep, "echelon", "backends", "memory.py")
 _RECORDING = os.path.join(os.sep, "echelon", "foresight", "")
 _CHECKED = tuple(os.path.join(os.sep, "torch", "nn", name) for name in ("init.py", "functional.py"))
 """Files of torch that read flags to refuse wrong values, or to draw them again, such as a negative variance."""
-_MOST_READS = 20_000
-"""Flags that one line may read in a row."""
+_MOST_READS = {True: 20_000, False: 100_000}
+"""Flags, and other numbers, that one line may read in a row. A loop over batches may read one of each."""
 _SMALL = 1 << 16
 """Elements up to which real tensors stay real in an operation that takes no fake one."""
 
@@ -124,11 +114,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         placement = recording.placement
         self._copies = Copies(recording.log, recording.memory) if placement is None else placement.copies
         self._results = FakeResults()
-        self._references = _usual_references()
-        self._of_overflow: set[int] = set()
-        """Storages that say whether values are infinite or not a number. They are assumed to be 0 or false."""
+        self._references = usual_references()
+        self._of_overflow: dict[int, bool] = {}
+        """Storages that say whether values are infinite or not a number: True, assumed to be 0 or false. Or are not."""
         self._reads = (-1, 0)
-        """Line of the program that has read a flag last, and how often in a row."""
+        """Line of the program that has read an assumed value last, and how often in a row."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -141,7 +131,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             raise self._unknown(str(func))
         kwargs = kwargs or {}
-        func = self._in_place(func, args)
+        func = in_place(func, args, self._references)
         if kwargs.get("device") in _NUMBERED:
             kwargs = {**kwargs, "device": _CPU}
         inputs = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
@@ -182,13 +172,6 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 "cannot run with fake tensors"
             )
             return self._computed(operation)
-
-    def _in_place(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Returns the form in place of an operator that autograd would apply in place without a mode."""
-        if func is _ATEN.add.Tensor:
-            return _ATEN.add_.Tensor if _adds_to_gradient(args, self._references) else func
-        in_place = _IN_PLACE.get(func)
-        return in_place if in_place is not None and _adds_to_zeros(args) else func
 
     def _viewed(self, operation: Operation) -> Any:
         """Makes a view, whose numbers may be known."""
@@ -243,29 +226,31 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.name != "_local_scalar_dense":
             log.assume(f"two tensors are {'close' if facts.name == 'allclose' else 'equal'}")
             return True
+        is_flag = args[0].dtype == torch.bool
         if (value := self.routing.read(args[0])) is not None:
+            if self.routing.is_chosen(args[0]):
+                self._count_reads(is_flag)
             with real_tensors():
                 return value.item()
         number = self.memory.number(args[0])
-        if args[0].dtype == torch.bool:
-            if _is_checked():
-                return False
-            self._count_reads()
-        if number in self._of_overflow:
+        if is_flag and _is_checked():
+            return False
+        if (of_overflow := self._of_overflow.get(number)) is None:
+            self._count_reads(is_flag)
+            log.assume(f"a value of a tensor is {'true' if is_flag else 1}")
+        else:  # no loop waits for such values
             log.assume("no value is infinite or not a number")
-        else:
-            log.assume(f"a value of a tensor is {'true' if args[0].dtype == torch.bool else 1}")
-        kind = bool if args[0].dtype == torch.bool else float if args[0].dtype.is_floating_point else int
-        return kind(number not in self._of_overflow)
+        kind = bool if is_flag else float if args[0].dtype.is_floating_point else int
+        return kind(not of_overflow)
 
-    def _count_reads(self) -> None:
-        """Counts the flags that one line reads in a row. Raises UnsupportedOp if it seems to be a loop without end."""
+    def _count_reads(self, is_flag: bool) -> None:
+        """Counts the values that one line reads in a row. Raises UnsupportedOp if it seems to be a loop without end."""
         place = self.log.place()
         self._reads = (place, self._reads[1] + 1 if self._reads[0] == place else 1)
-        if self._reads[1] > _MOST_READS:
+        if self._reads[1] > _MOST_READS[is_flag]:
             raise UnsupportedOp(
-                f"a loop at {self.log.line()} goes on for {_MOST_READS:,} rounds, since values of recorded tensors are "
-                "assumed to be true: let it end by a number of rounds, too"
+                f"a loop at {self.log.line()} goes on for {_MOST_READS[is_flag]:,} rounds, since it reads values of "
+                "recorded tensors, which are assumed: let it end by a number of rounds, too"
             )
 
     def _decided(self, operation: Operation) -> Any:
@@ -410,7 +395,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = operation.args, operation.kwargs
         if facts.name in COPIES and self.memory.on_host and self._copies.write_copies(args, kwargs):
             return
-        self._follow_overflow(facts, before, written[-1:] if facts.writes else outputs)
+        self._follow_overflow(operation, before, written[-1:] if facts.writes else outputs)
         # Not strict: `inputs` may have lost the last one above.
         read = list(zip(before, inputs, strict=False))
         changed = [(number(each), each) for each in written]
@@ -447,13 +432,15 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             lengths = [each.diff().tolist() for each in known if each is not None]
         return list(zip(*lengths, strict=True))
 
-    def _follow_overflow(self, facts: Operator, before: Sequence[int], results: Iterable[Tensor]) -> None:
+    def _follow_overflow(self, operation: Operation, before: Sequence[int], results: Iterable[Tensor]) -> None:
         """Notes results that say whether values are infinite or not a number, by themselves or by their inputs."""
-        found = self._of_overflow
-        if facts.name in FINDS_OVERFLOW or (
-            found and before and found.issuperset(before) and facts.name not in NEGATES
-        ):
-            found.update(map(self.memory.number, results))
+        name, found = operation.facts.name, self._of_overflow
+        if (says := finds_overflow(operation)) is None and found and before:
+            said = {found.get(each) for each in before}
+            says = said.pop() if len(said) == 1 else None
+            says = says if says is None else says != (name in NEGATES)
+        if says is not None:
+            found.update((self.memory.number(each), says) for each in results)
 
     def _enter_on_host(self, operation: Operation, inputs: Sequence[Tensor], accesses: Accesses) -> None:
         """Writes an operator that the host computes."""
@@ -543,55 +530,6 @@ def _is_on_host(operation: Operation) -> bool:
     if path.endswith(REPLICAS):
         return kwargs.get("dtype") in _INTEGERS
     return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
-
-
-def _adds_to_zeros(args: Sequence[Any]) -> bool:
-    """Whether torch's own formula, which is C++, makes a gradient from zeros by one of the operators `_IN_PLACE`."""
-    # The gradient of an assignment to positions puts without adding, and not into zeros.
-    is_added = len(args) > 3 and args[3] is not False
-    return is_added and not torch.is_grad_enabled() and is_in_backward() and calling_file().endswith(ENGINE)
-
-
-class _References(DispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the references to a gradient to which autograd adds another one, if nobody else has it."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: tuple[int, int, int] = 0, 0, 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is _ATEN.add.Tensor:
-            self.seen = references(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _usual_references() -> tuple[int, int, int]:
-    """Returns the references to such a gradient in a mode, which depend on torch's version."""
-    with real_tensors(), torch.enable_grad():
-        inputs = 2 * torch.ones(1, requires_grad=True)
-        mode = _References()
-        with mode:
-            torch.autograd.backward(inputs.sin() * inputs.cos())
-    return mode.seen
-
-
-def _adds_to_gradient(args: Sequence[Any], usual: tuple[int, int, int]) -> bool:
-    """Whether autograd adds up the gradients of a tensor that is used twice. In a mode it does so in a new tensor.
-
-    Without a mode it adds in place, if the gradient is dense and nobody else has it.
-    """
-    if torch.is_grad_enabled() or not is_in_backward() or not all(isinstance(each, Tensor) for each in args):
-        return False
-    if any(found > most for found, most in zip(references(args[0]), usual, strict=True)):
-        return False
-    with without_functions():
-        total, part = args
-        is_alike = total.shape == part.shape and total.dtype == part.dtype and total.device == part.device
-        span = sum((size - 1) * stride for size, stride in zip(total.shape, total.stride(), strict=True))
-        return is_alike and span == total.numel() - 1 and calling_file().endswith(ENGINE)
 
 
 def _is_checked() -> bool:

@@ -200,6 +200,11 @@ class Routing:
             self._assume(_EVENLY)
         return known.value
 
+    def is_chosen(self, tensor: Tensor) -> bool:
+        """Whether the values of a fake tensor follow from a choice."""
+        known = self._values.get(id(tensor))
+        return known is not None and known.is_chosen
+
     def _value(self, tensor: Tensor) -> Tensor | None:
         found = self._values.get(id(tensor))
         return None if found is None else found.value
@@ -356,7 +361,7 @@ class Routing:
                 f"fake elements, and at most {_MOST:,} can be assumed: compute it without such a shape"
             )
         value = self.read(source)
-        size = kwargs.get("output_size")
+        is_chosen, size = value is None or self.is_chosen(source), kwargs.get("output_size")
         if value is None:
             self._assume(text if size is None else "each element is repeated equally often")
         with real_tensors():
@@ -368,7 +373,7 @@ class Routing:
         results = []
         for each in made if isinstance(made, tuple) else (made,):
             results.append(new(list(each.shape), each.dtype))
-            self._set(results[-1], each, is_chosen=True)
+            self._set(results[-1], each, is_chosen=is_chosen)
         return tuple(results) if isinstance(made, tuple) else results[0]
 
     def lengths_of_targets(self, lengths: Tensor | Sequence[int], targets: Tensor, batch: int) -> list[int]:

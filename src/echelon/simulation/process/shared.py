@@ -16,7 +16,13 @@ import torch
 from echelon.errors import LaunchError
 from echelon.replacements import Replacement, replaced
 from echelon.simulation.process.calls import ProcessCalls
-from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
+from echelon.simulation.process.environment import (
+    Attribute,
+    Attributes,
+    Environment,
+    WorkingFolder,
+    torchrun_variables,
+)
 from echelon.simulation.process.library_state import LibraryState, Settings, shared_collections
 from echelon.simulation.process.modules import MainModule
 from echelon.simulation.process.patches import Patches
@@ -117,6 +123,7 @@ def _states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]
     return [
         RandomState(seed),
         Environment(variables),
+        WorkingFolder(),
         Attributes(attributes),
         MainModule(),
         Precisions(),

@@ -19,7 +19,7 @@ from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch.output import Console
 from echelon.launch.run import Program
-from echelon.simulation.process.environment import Attribute, Attributes, WorkingFolder
+from echelon.simulation.process.environment import Attribute, Attributes
 from echelon.simulation.process.logs import Logs
 from echelon.simulation.process.modules import CodeOnce, LocalModules
 from echelon.simulation.process.state import ProgramWithStates, State
@@ -73,7 +73,7 @@ class Script(ProgramWithStates):
         names = ((sys, "stdout"), (sys, "stderr"), (sys, "stdin"), (builtins, "print"))
         attributes = [Attribute(owner, name) for owner, name in names]
         attributes.append(Attribute(sys, "path", lambda _: list(self._path)))
-        return [self._rank, self._modules, Attributes(attributes), Logs(), WorkingFolder()]
+        return [self._rank, self._modules, Attributes(attributes), Logs()]
 
     def __call__(self, group: ProcessGroup) -> None:
         """Runs the script as the calling rank."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -90,6 +92,8 @@ class CheckpointCalls:
     def __init__(self, scratch: Scratch, saved: Saved) -> None:
         self._scratch = scratch
         self._saved = saved
+        self._buffers: WeakKeyDictionary[io.BytesIO, str] = WeakKeyDictionary()
+        """Files of the recording, by the buffer in memory that the program has saved to."""
         # The real functions, also while their names are replaced.
         self._torch_save, self._torch_load = torch.save, torch.load
 
@@ -103,6 +107,7 @@ class CheckpointCalls:
         yield with_new(dcp.load, self._load_apart, "torch.distributed.checkpoint.load")
         yield with_new(torch.jit.save, skip, "torch.jit.save", nothing)
         yield with_new(torch.export.save, skip, "torch.export.save", nothing)
+        yield with_new(torch.onnx.export, skip, "torch.onnx.export", nothing)
         try:
             safetensors: Any = importlib.import_module("safetensors.torch")
         except ImportError:
@@ -151,17 +156,18 @@ class CheckpointCalls:
         """Does as `torch.save`, or a function like it: the file has shapes, and takes no space."""
         recording.log.skip(name)
         path = self._path_of(recording, file)
-        if path is None:
-            return
         pickler = {"pickle_module": kwargs["pickle_module"]} if "pickle_module" in kwargs else {}
         with unrecorded():
-            kept = self._scratch.path_for(path)
+            kept = self._scratch.path_for(path or "buffer")
             try:
                 with torch.serialization.skip_data(materialize_fake_tensors=True):
                     self._torch_save(state_of(obj), kept, **pickler)
             except Exception:  # any class of the program may be one that cannot be saved so
                 kept = ""
-            self._keep(recording, path, kept, name)
+            if path is not None:
+                self._keep(recording, path, kept, name)
+            elif kept and isinstance(file, io.BytesIO):
+                self._buffers[file] = kept
 
     def _path_of(self, recording: Recording, file: Any) -> str | None:
         """Returns the program's path of a file, or of a path. None for others, such as a buffer in memory."""
@@ -213,6 +219,8 @@ class CheckpointCalls:
         """Does as `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
         is_path = isinstance(f, str | os.PathLike)
         found = self._checkpoint(recording, os.fsdecode(f), name) if is_path else None
+        if isinstance(f, io.BytesIO):
+            found = self._buffers.get(f)
         if original is not self._torch_load:
             if found is None:
                 return original(f, *args, **kwargs)

@@ -40,13 +40,15 @@ _CHANGES = (
     "chmod",
     "chown",
     "lchown",
+    "fchmod",
+    "fchown",
     "utime",
     "setxattr",
     "removexattr",
 )
 """Functions of `os` that change a file or a folder, by its path, and neither remove nor rename a file."""
 _RENAMES = ("rename", "replace", "renames")
-_READS = ("stat", "lstat", "access", "scandir", "readlink", "chdir")
+_READS = ("stat", "lstat", "access", "readlink", "chdir")
 """Functions of `os` that a program calls to find its own files."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SHELLS = frozenset({"subprocess", "os"})
@@ -108,6 +110,7 @@ class _Files:
             yield with_new(getattr(os, name), self._rename, f"os.{name}")
         for name in _READS:
             yield with_new(getattr(os, name), self._read)
+        yield with_new(os.scandir, self._scan)
 
     def replacements(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Yields the other functions with their replacements."""
@@ -267,17 +270,19 @@ class _Files:
     def _make(
         self, name: str, recording: Recording, original: Callable[..., None], /, path: Any, *args: Any, **kwargs: Any
     ) -> None:
-        text = os.fsdecode(path)
-        if kwargs.get("dir_fd") is None and (found := self._checkpoints.find(recording, text)) is not None:
-            with unrecorded():
-                original(found, *args, **kwargs)
-            return
-        recording.log.skip(name)
+        text = os.path.abspath(os.fsdecode(path))
+        found = self._checkpoints.find(recording, text) if kwargs.get("dir_fd") is None else None
         with unrecorded():
-            if not os.path.isdir(text):
-                folder = self._scratch.path_for(text)
-                os.mkdir(folder)
-                recording.log.overlay.put(text, folder)
+            if found is not None or os.path.exists(text):  # for a real folder this is an error, or does nothing
+                original(found or text, *args, **kwargs)
+                return
+            top = text
+            while not os.path.isdir(os.path.dirname(top)):
+                top = os.path.dirname(top)
+            folder = self._scratch.path_for(top)
+            os.makedirs(folder + text.removeprefix(top))
+        recording.log.skip(name)
+        recording.log.overlay.put(top, folder)
 
     def _change(
         self,
@@ -329,6 +334,18 @@ class _Files:
                 path = self._checkpoints.of_others(recording, name) or path
         return original(path, *args, **kwargs)
 
+    def _scan(self, recording: Recording, original: Callable[..., Any], path: Any = ".") -> Any:
+        """Lists a folder as `os.scandir`, which `glob` calls, with files that the program has written there."""
+        is_text = not isinstance(path, int | bytes) and path is not None
+        folder = os.fspath(path) if is_text else ""
+        written = recording.log.overlay.names_in(folder) if is_text else []
+        entries = self._read(recording, original, path)
+        if not written:
+            return entries
+        with entries:
+            found: dict[str, Any] = {each.name: each for each in entries}
+        return _Scan([*found.values(), *(_Entry(folder, each) for each in written if each not in found)])
+
     def _list(self, recording: Recording, original: Callable[..., list[Any]], path: Any = ".") -> list[Any]:
         if isinstance(path, int | bytes):
             return original(path)
@@ -336,6 +353,57 @@ class _Files:
         names = original(self._checkpoints.find(recording, folder) or folder)
         written = recording.log.overlay.names_in(folder)
         return [*names, *(name for name in written if name not in names)]
+
+
+class _Entry:
+    """Entry of a folder, as of `os.scandir`, that exists for the program alone."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.name = name
+        self.path = os.path.join(folder, name)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002 # it is none
+        return os.path.isdir(self.path)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
+        return os.path.isfile(self.path)
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def is_junction(self) -> bool:
+        return False
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self.path, follow_symlinks=follow_symlinks)
+
+    def inode(self) -> int:
+        return self.stat().st_ino
+
+
+class _Scan:
+    """Iterator over the entries of a folder, which is closed as that of `os.scandir`."""
+
+    def __init__(self, entries: Sequence[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Scan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())
 
 
 def _keep(_: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

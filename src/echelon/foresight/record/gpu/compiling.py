@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from echelon._torch_private.modules import compiled_by
+from echelon._torch_private.modules import COMPILED, compiled_by
 from echelon._torch_private.tensors import FakeTensor, tree_map, without_modes
 from echelon.foresight.record.gpu.device import mapped
 from echelon.foresight.record.here import Recording, in_place_of, in_ranks, recording_here
@@ -86,6 +86,10 @@ def _marked(model: Any) -> Any:
     recording = recording_here()
     if isinstance(model, torch.nn.Module) and recording is not None:
         recording.log.compiled.add(model)
+        # Programs take the plain module out of the compiled one, as to save it.
+        plain: torch.nn.Module = object.__new__(type(model))
+        vars(plain).update(vars(model))
+        vars(model)[COMPILED] = plain
         return model
 
     return in_place_of(model, _run_compiled)

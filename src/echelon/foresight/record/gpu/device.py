@@ -15,11 +15,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, default_device_of, known_value, real_tensors, set_known_value
-from echelon.foresight.record.gpu.nested import attention_of_nested
+from echelon.foresight.record.gpu.attention import attention
 from echelon.foresight.record.gpu.recurrent import GATES, pack_padded, pad_packed, recurrent, with_batch_sizes
 from echelon.foresight.record.gpu.signals import inverse_transform
 from echelon.foresight.record.here import recording_here
@@ -271,6 +270,7 @@ def _moved_to_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         else:
             mapped(each)
     if (recording := recording_here()) is not None and recording.placement is not None:
+        recording.log.gpus.has_tensors = True
         recording.log.gpus.name()
         non_blocking = _non_blocking(args, kwargs)
         tensor = recording.placement.of_thread(recording.threads, args[0], non_blocking)
@@ -318,7 +318,7 @@ def _values(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
 
 
 def _array(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
-    """Returns the assumed values of a tensor as an array, which takes no memory."""
+    """Returns the assumed values of a tensor as an array. A large one takes no memory."""
     tensor = args[0]
     if tensor.requires_grad:
         raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
@@ -330,20 +330,23 @@ def _array(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
             "memory first."
         )
     if (known := _known(tensor)) is not None:
-        return known.numpy()
+        return known
     with real_tensors():
         dtype = torch.empty((), dtype=tensor.dtype).numpy().dtype
-    value = tensor.reshape(-1)[0].item() if tensor.numel() else 0
-    return np.broadcast_to(np.array(value, dtype), tuple(tensor.shape))
+    value = np.array(tensor.reshape(-1)[0].item() if tensor.numel() else 0, dtype)
+    # A program may write to it.
+    return np.full(tensor.shape, value) if tensor.numel() <= _WRITABLE else np.broadcast_to(value, tensor.shape)
 
 
-def _known(tensor: Tensor) -> Tensor | None:
+def _known(tensor: Tensor) -> np.ndarray[Any, Any] | None:
     """Returns the known values of a fake tensor, see `routing`, which the host waits for. None if they are unknown."""
     if (recording := recording_here()) is None or (value := recording.routing.read(tensor)) is None:
         return None
-    recording.log.entries.append(HostWait(recording.log.stream, -1, recording.log.place()))
+    if recording.memory.known(tensor) not in recording.memory.on_host:
+        recording.log.entries.append(HostWait(recording.log.stream, -1, recording.log.place()))
+    # A mode would make a fake tensor of several floating-point numbers.
     with real_tensors():
-        return value.detach().clone()
+        return value.detach().clone().numpy()
 
 
 def _formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -471,83 +474,8 @@ def _copied_with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return func(*args, **kwargs)
 
 
-# Attention
-
-
-def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes attention by the kernel that PyTorch chooses on a GPU: flash, memory-efficient, cuDNN's, or products."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value = (given[each] for each in names[:3])
-    mask, dropout = given.get("attn_mask"), given.get("dropout_p", 0.0)
-    is_causal, scale = given.get("is_causal", False), given.get("scale")
-    if isinstance(mask, CausalBias):
-        # Kernels of a GPU know both forms, without a mask: it begins at the first key, or ends at the last one.
-        return attention(func, (), {**given, "attn_mask": None, "is_causal": True})
-    if query.is_nested and mask is None and query.dim() == 4:
-        return attention_of_nested(query, key, value, dropout, is_causal, scale)
-    if query.is_nested or query.dim() != 4:
-        return func(*args, **kwargs)
-    if torch.is_autocast_enabled("cpu"):
-        low = torch.get_autocast_dtype("cpu")
-        query, key, value = (each.to(low) for each in (query, key, value))
-    _check_attention(query, key, value, mask, given.get("enable_gqa", False))
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    # The program may have disabled it, as by torch.nn.attention.sdpa_kernel.
-    flash_is_enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    widths = {each.shape[-1] for each in (query, key, value)}
-    if mask is None and is_half and len(widths) == 1 and max(widths) <= _FLASH_WIDTH and flash_is_enabled:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout, is_causal, False, scale=scale)[0]
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype != torch.float64:  # type: ignore[no-untyped-call]
-        if query.shape[1] != key.shape[1]:
-            copies = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        if mask is not None:
-            mask = _bias(mask, query).expand(*query.shape[:-1], key.shape[-2])
-        keeps_sums = any(each.requires_grad for each in (query, key, value))
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, mask, keeps_sums, dropout, is_causal, scale=scale)[0]
-    # torch prefers matrix products to it.
-    if is_half and torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled():  # type: ignore[no-untyped-call]
-        if mask is not None:
-            mask = _bias(mask, query).expand(*query.shape[:-1], key.shape[-2])
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        return cudnn(query, key, value, mask, True, dropout, is_causal, scale=scale)[0]
-    return func(*args, **kwargs)
-
-
-def _check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_grouped: bool) -> None:
-    """Raises RuntimeError, as torch does, if types or heads do not fit together. The kernels' fake results take any."""
-    if not query.dtype == key.dtype == value.dtype:
-        raise RuntimeError(
-            f"Expected query, key, and value to have the same dtype, but got query.dtype: {query.dtype} key.dtype: "
-            f"{key.dtype} and value.dtype: {value.dtype} instead."
-        )
-    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise RuntimeError(
-            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
-            f"{mask.dtype} and query.dtype: {query.dtype} instead."
-        )
-    heads = query.shape[1], key.shape[1], value.shape[1]
-    fits = all(each == heads[0] or each == 1 or (is_grouped and heads[0] % each == 0) for each in heads)
-    if not fits:
-        raise RuntimeError(
-            f"The size of tensor a ({heads[0]}) must match the size of tensor b ({min(heads)}) at non-singleton "
-            "dimension 1: attention with fewer heads of keys and values takes enable_gqa=True"
-        )
-
-
-def _bias(mask: Tensor, query: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-
-
-_FLASH_WIDTH = 256
-"""Most elements of a head that the flash kernel takes."""
-
-
+_WRITABLE = 1 << 24
+"""Elements up to which an array of assumed values has memory of its own."""
 _Special: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _NUMBERS_AT = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1}

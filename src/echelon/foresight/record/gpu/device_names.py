@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from echelon._torch_private.autograd import backward_with
 from echelon._torch_private.distributed import all_gather_into, batches_noted, ddp_checks_by, objects_packed_by
 from echelon._torch_private.modules import (
+    casts_by,
     ddp_of_sync_batch_norm,
     devices_as_on_gpu,
     flash_attention_by,
@@ -41,8 +42,9 @@ from echelon._torch_private.tensors import (
     tree_map,
 )
 from echelon.errors import UnsupportedOp
+from echelon.foresight.record.gpu.attention import attention
 from echelon.foresight.record.gpu.autocast import autocast_as_on_gpu
-from echelon.foresight.record.gpu.device import OnDevice, OnHost, attention, device_said, mapped
+from echelon.foresight.record.gpu.device import OnDevice, OnHost, device_said, mapped
 from echelon.foresight.record.gpu.fused import fused_as_on_gpu
 from echelon.foresight.record.gpu.gpu_names import Gpu, gpu_names, set_device
 from echelon.foresight.record.here import Recording, in_ranks, recording_here
@@ -83,10 +85,18 @@ def _of_gpu(num_devices: int, gpu: Gpu) -> Iterator[Replacement]:
     yield Replacement(DeviceMesh, "device_type", _type_said)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         yield Replacement(torch, name, in_ranks(_of_autocast))
+    yield Replacement(torch, "get_autocast_gpu_dtype", in_ranks(lambda *_: torch.get_autocast_dtype("cuda")))
+    yield Replacement(
+        torch, "set_autocast_gpu_dtype", in_ranks(lambda _, __, dtype: torch.set_autocast_dtype("cuda", dtype))
+    )
+    yield Replacement(torch, "set_autocast_dtype", in_ranks(_set_autocast_dtype))
+    yield Replacement(torch, "set_autocast_enabled", in_ranks(_enable_autocast))
+    yield casts_by(in_ranks(_cast))
     yield Replacement(
         torch.backends.cuda, "preferred_linalg_library", in_ranks(lambda _, original, *__, **___: original())
     )
     yield Replacement(torch, "get_default_device", in_ranks(_default_device))
+    yield Replacement(torch, "set_default_tensor_type", in_ranks(_set_default_type))
     for name in ("from_numpy", "frombuffer"):  # no function mode sees them
         yield Replacement(torch, name, in_ranks(_on_host))
     yield Replacement(torch.autocast, "__init__", in_ranks(_on_cpu))
@@ -275,13 +285,40 @@ def _default_device(recording: Recording, original: Callable[[], torch.device]) 
     return device if device.index is not None else recording.placement.gpu
 
 
+def _set_default_type(_: Recording, __: Callable[..., None], kind: Any) -> None:
+    """Sets the type of new tensors. One such as `torch.cuda.FloatTensor`, or its name, says the device, too."""
+    if isinstance(kind, str):
+        kind = getattr(torch.cuda if kind.startswith("torch.cuda.") else torch, kind.rpartition(".")[2])
+    torch.set_default_device(None if isinstance(kind, type) else "cuda")
+    torch.set_default_dtype(kind.dtype)
+
+
 def _of_autocast(_: Recording, original: Callable[..., Any], device_type: str = "cuda") -> Any:
     """Answers for a GPU: there autocast acts on operators of the CPU."""
     return original("cpu" if device_type == "cuda" and torch.is_autocast_enabled("cpu") else device_type)
 
 
+def _set_autocast_dtype(_: Recording, original: Callable[..., None], device_type: str, dtype: torch.dtype) -> None:
+    original(device_type, dtype)
+    if device_type == "cuda":
+        original("cpu", dtype)
+
+
+def _enable_autocast(_: Recording, original: Callable[..., None], *args: Any) -> None:
+    """Enables or disables autocast of a device, by default that of a GPU."""
+    device_type, is_enabled = args if len(args) > 1 else ("cuda", *args)
+    if device_type == "cuda":
+        torch.set_autocast_dtype("cuda", torch.get_autocast_dtype("cuda"))
+    original("cpu" if device_type == "cuda" else device_type, is_enabled)
+
+
+def _cast(_: Recording, original: Callable[..., Any], value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """Converts the arguments of a function with `torch.amp.custom_fwd(cast_inputs=...)`."""
+    return original(value, "cpu" if device_type == "cuda" else device_type, dtype)
+
+
 def _on_cpu(
-    _: Recording,
+    recording: Recording,
     original: Callable[..., None],
     autocast: Any,
     device_type: str,
@@ -292,6 +329,11 @@ def _on_cpu(
     """Makes an autocast, which acts on operators of one device."""
     if device_type == "cuda":
         device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+    # Frames between: this function and its wrapper.
+    elif device_type == "cpu" and (args[0] if args else kwargs.get("enabled", True)) and asked_by_program(3):
+        recording.log.assume("autocast of the CPU changes no operator")
+        dtype, args = torch.get_autocast_dtype("cpu"), ()
+        kwargs["enabled"] = torch.is_autocast_enabled("cpu")
     original(autocast, device_type, dtype, *args, **kwargs)
 
 

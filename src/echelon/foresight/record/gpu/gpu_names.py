@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -43,18 +45,22 @@ def gpu_names(num_devices: int, gpu: Gpu) -> list[tuple[Any, dict[str, Any]]]:
         # Later ones win. torch asks the module of a mesh's device for streams, which may be the CPU.
         (torch.cpu, _STREAMS),
         (torch.cuda, {**_STREAMS, **memory, **_device_names(num_devices, gpu), **_RANDOM, **_SENSORS, **_TYPES}),
-        (torch.cuda, {"memory_snapshot": _SNAPSHOTS["memory_snapshot"], "CUDAGraph": _NoGraph}),
+        (torch.cuda, {"memory_snapshot": _SNAPSHOTS["memory_snapshot"]}),
+        (torch.cuda, dict.fromkeys(("CUDAGraph", "graph_pool_handle"), _NoGraph)),
         (torch.cuda, {"cudart": _returning(_RUNTIME)}),
         (torch.cuda, _ALLOCATOR),
         (torch.cuda.memory, {**memory, **_SNAPSHOTS, **_ALLOCATOR}),
+        (torch.cuda.random, _RANDOM),
         (torch.cuda.tunable, _TUNING),
         (torch.cuda.nvtx, dict.fromkeys(ranges, _nothing)),
         (torch.cuda.profiler, {"start": _nothing, "stop": _nothing}),
         # torch asks for it when it logs an error, and would raise another one.
         (torch.cuda.nccl, {"version": _returning((2, 27, 5))}),
         (torch.version, {"cuda": "12.8"}),
-        (torch.backends.cudnn, {"is_available": _returning(True)}),
+        (torch.backends.cuda, {"is_flash_attention_available": _returning(True)}),
+        (torch.backends.cudnn, {"is_available": _returning(True), "version": _returning(91002)}),
         (torch.accelerator, {**memory, **_accelerator_names(gpu)}),
+        (torch.accelerator.memory, memory),
         (torch, {"Stream": streams.Stream, "Event": streams.Event, "Generator": _Generator}),
         (torch.Tensor, {"record_stream": _nothing}),
         (dist, {"is_nccl_available": _returning(True)}),
@@ -102,21 +108,27 @@ class _MemPool:
         return []
 
 
-def _allocate(*_: object, **__: object) -> int:
-    """Returns an address for memory that the program asks the allocator for by itself."""
-    if (recording := recording_here()) is not None:
-        recording.log.assume("memory of torch.cuda.caching_allocator_alloc is not counted")
-    return 0
+def _assuming(text: str, value: Any) -> Callable[..., Any]:
+    """Returns a function that notes an assumption and returns a value."""
+
+    def function(*_: object, **__: object) -> Any:
+        if (recording := recording_here()) is not None:
+            recording.log.assume(text)
+        return value
+
+    return function
 
 
 _ALLOCATOR: dict[str, Any] = {
     "get_allocator_backend": _returning("native"),
     "MemPool": _MemPool,
     "use_mem_pool": lambda *_, **__: nullcontext(),
-    "caching_allocator_alloc": _allocate,
+    # An address.
+    "caching_allocator_alloc": _assuming("memory of torch.cuda.caching_allocator_alloc is not counted", 0),
     "caching_allocator_delete": _nothing,
     "caching_allocator_enable": _nothing,
     "get_per_process_memory_fraction": _returning(1.0),
+    "set_per_process_memory_fraction": _assuming("torch.cuda.set_per_process_memory_fraction sets no limit", None),
 }
 _TUNING: dict[str, Any] = {
     **dict.fromkeys(("enable", "tuning_enable", "record_untuned_enable"), _nothing),
@@ -163,6 +175,7 @@ _TYPES = {
 
 _STREAMS: dict[str, Any] = {
     "Stream": streams.Stream,
+    "ExternalStream": lambda stream_ptr, device=None: streams.Stream(device, number=stream_ptr),
     "Event": streams.Event,
     "current_stream": streams.current_stream,
     "default_stream": streams.default_stream,
@@ -173,7 +186,7 @@ _STREAMS: dict[str, Any] = {
 }
 
 
-def _random_state(*_: object) -> torch.Tensor:
+def _random_state(*_: object, **__: object) -> torch.Tensor:
     with real_tensors():
         return torch.zeros(16, dtype=torch.uint8)
 
@@ -227,11 +240,19 @@ def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
         warp_size=32,
         is_integrated=False,
         is_multi_gpu_board=False,
+        max_threads_per_block=1024,
         max_threads_per_multi_processor=2048,
         regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
         # Bytes of a block: 227 KiB on Hopper, 163 KiB on Ampere.
         shared_memory_per_block_optin=232448 if gpu.capability >= (9, 0) else 166912,
+        # One KiB more, which CUDA keeps for itself in each block.
+        shared_memory_per_multiprocessor=233472 if gpu.capability >= (9, 0) else 167936,
         L2_cache_size=50 << 20,
+        uuid=uuid.UUID(int=0),
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
     )
     return {
         "is_available": _returning(True),
@@ -273,6 +294,7 @@ def _accelerator_names(gpu: Gpu) -> dict[str, Any]:
         "current_stream": streams.current_stream,
         "set_stream": streams.set_stream,
         "synchronize": streams.synchronize,
+        "Graph": _NoGraph,
     }
 
 
@@ -289,9 +311,15 @@ def _current_device() -> int:
 def set_device(device: Any) -> None:
     """Makes a GPU the current one of the calling rank."""
     if (recording := recording_here()) is not None:
-        number = torch.device(device).index if isinstance(device, str) else getattr(device, "index", device)
-        check_gpu(number)
-        recording.log.gpus.current = number or 0
+        if (number := _number(device)) is None:
+            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+        if number >= 0:  # as in torch, -1 means no change
+            check_gpu(number)
+            recording.log.gpus.current = number
+
+
+def _number(device: Any) -> int | None:
+    return device if isinstance(device, int) else torch.device(device).index
 
 
 class _Device:
@@ -303,7 +331,7 @@ class _Device:
 
     def __enter__(self) -> None:
         self._outer = _current_device()
-        if self._device is not None:
+        if self._device is not None and _number(self._device) is not None:
             set_device(self._device)
 
     def __exit__(self, *_: object) -> None:
@@ -316,11 +344,11 @@ def _memory_names(gpu: Gpu) -> dict[str, Any]:
 
     live, peak = of(lambda recording: recording.memory.num_bytes), of(lambda recording: recording.memory.peak)
 
-    def reset_peak(*_: object) -> None:
+    def reset_peak(*_: object, **__: object) -> None:
         if (recording := recording_here()) is not None:
             recording.memory.peak = recording.memory.num_bytes
 
-    def stats(*_: object) -> dict[str, int]:
+    def stats(*_: object, **__: object) -> dict[str, int]:
         names = {
             "allocated_bytes": (live(), peak()),
             "reserved_bytes": (peak(), peak()),
@@ -328,9 +356,9 @@ def _memory_names(gpu: Gpu) -> dict[str, Any]:
         }
         found = {f"{name}.all.{kind}": value for name, (now, most) in names.items()
                  for kind, value in (("current", now), ("peak", most))}  # fmt: skip
-        return {**found, "num_alloc_retries": 0, "num_ooms": 0}
+        return Counter(found)  # others, such as numbers of requests, are 0
 
-    def free(*_: object) -> tuple[int, int]:
+    def free(*_: object, **__: object) -> tuple[int, int]:
         # The caching allocator keeps the memory that it once had.
         return max(0, gpu.memory_bytes - peak()), gpu.memory_bytes
 
@@ -342,10 +370,11 @@ def _memory_names(gpu: Gpu) -> dict[str, Any]:
         "memory_stats": stats,
         "memory_summary": _returning(""),
         "reset_peak_memory_stats": reset_peak,
+        "device_memory_used": peak,
         "reset_max_memory_allocated": reset_peak,
         "reset_accumulated_memory_stats": _nothing,
-        "empty_cache": _nothing,
+        **dict.fromkeys(("empty_cache", "empty_host_cache"), _nothing),
+        **dict.fromkeys(("reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats"), _nothing),
         "mem_get_info": free,
         "get_memory_info": free,
-        "set_per_process_memory_fraction": _nothing,
     }

@@ -52,6 +52,11 @@ class Stream:
         """Whether the stream has nothing to do: always."""
         return True
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Returns the lowest and the highest priority, which has the lowest number."""
+        return 0, -5
+
     def is_capturing(self) -> bool:
         """Whether the stream is captured into a graph: never."""
         return False

@@ -29,12 +29,9 @@ Documents: TypeAlias = Sequence[tuple[int, int]]
 _NO_KERNEL = frozenset(
     [
         "detach",
-        "detach_",
         "alias",
         "lift",
         "lift_fresh",
-        "resize_",
-        "set_",
         "record_stream",
         "is_pinned",
         "is_same_size",
@@ -47,7 +44,6 @@ _NO_KERNEL = frozenset(
         "_nested_tensor_from_mask_left_aligned",
         "is_nonzero",
         "_assert_tensor_metadata",
-        "_resize_output_",
         "resize_storage_bytes_",
         "unsafe_split",
         "unsafe_chunk",
@@ -57,7 +53,7 @@ _NO_KERNEL = frozenset(
 )
 """Operators that launch nothing on a GPU."""
 _READS = frozenset({"_local_scalar_dense", "allclose", "item", "equal", "is_nonzero"})
-FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
+_FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
 """Operators whose last output says if values are infinite or not a number."""
 NEGATES = frozenset({"eq", "le", "lt", "logical_not", "bitwise_not"})
 """Operators that are true of numbers that are 0, as in `x.isnan().sum() == 0`."""
@@ -162,7 +158,11 @@ def _operator(func: Any, formula: Callable[..., int] | None) -> Operator:
     kind: Kind = "attention" if name in _ATTENTION else "matmul" if shape or flops else "other"
     return Operator(
         name=name,
-        role=_role(facts.namespace, name, facts.may_return_view and not facts.writes),
+        role=_role(
+            facts.namespace,
+            name,
+            facts.may_return_view and (not facts.writes or torch.Tag.inplace_view in func.tags),
+        ),
         kind=kind,
         writes=facts.writes,
         may_return_view=facts.may_return_view,
@@ -218,6 +218,19 @@ def _role(namespace: str, name: str, is_view: bool) -> Role:
     return "read" if name in _READS else "kernel"
 
 
+def finds_overflow(operation: Operation) -> bool | None:
+    """Whether the last output is true of values that are infinite or not a number. False: of all others. None: neither.
+
+    A value that is not a number differs from itself. Code of torch and of programs goes by that.
+    """
+    name, args = operation.facts.name, operation.args
+    if name in _FINDS_OVERFLOW:
+        return True
+    if name in ("eq", "ne") and (args[0] is args[1] or (isinstance(args[1], float) and math.isinf(args[1]))):
+        return (name == "ne") == (args[0] is args[1])
+    return None
+
+
 def launches_of(facts: Operator, args: Sequence[Any]) -> int:
     """Returns the number of kernels of an operator."""
     if facts.is_foreach and args and isinstance(args[0], list | tuple):
@@ -267,12 +280,17 @@ def _bmm(a: Tensor, b: Tensor) -> Shape:
     return (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
 
 
-def _grouped_mm(args: Sequence[Any]) -> Shape:
-    """Returns the shape of products of equal groups: rows by one matrix per group, or columns by rows for gradients."""
+def _grouped_mm(offsets: int, args: Sequence[Any]) -> Shape:
+    """Returns the shape of products of equal groups: rows by one matrix per group, or columns by rows for gradients.
+
+    Args:
+        offsets: position of the argument that says where the groups end.
+        args: arguments of the operator.
+    """
     a, b = args[0], args[1]
     if a.ndim == b.ndim == 3:
         return _bmm(a, b)
-    groups = max(1, args[2].shape[0])
+    groups = max(1, args[offsets].shape[0])
     if a.ndim == b.ndim:
         return (groups, a.shape[0], b.shape[1], a.shape[1] // groups)
     rows = a.shape[-2] if a.ndim == 3 else a.shape[0] // groups
@@ -307,9 +325,14 @@ _SHAPES: Mapping[str, Callable[..., Shape]] = {
     "_euclidean_dist": _cdist,
     "addmm": lambda args: _mm(args[1], args[2]),
     "_addmm_activation": lambda args: _mm(args[1], args[2]),
-    "_scaled_mm": lambda args: _mm(args[0], args[1]),
+    **dict.fromkeys(("_scaled_mm", "_scaled_mm_v2"), lambda args: _mm(args[0], args[1])),
+    # Weights of 8 and 4 bits: scales have a number for each column of the result.
+    "_weight_int8pack_mm": lambda args: (1, args[0].shape[0], args[1].shape[0], args[0].shape[1]),
+    "_weight_int4pack_mm": lambda args: (1, args[0].shape[0], args[3].shape[1], args[0].shape[1]),
     "bmm": lambda args: _bmm(args[0], args[1]),
-    "_grouped_mm": _grouped_mm,
+    "_grouped_mm": functools.partial(_grouped_mm, 2),
+    "_scaled_grouped_mm": functools.partial(_grouped_mm, 4),
+    "_scaled_grouped_mm_v2": functools.partial(_grouped_mm, 8),
     "baddbmm": lambda args: _bmm(args[1], args[2]),
     "mkldnn_rnn_layer": products_of,
     "mkldnn_rnn_layer_backward": _gradients_of_layer,
