@@ -18,9 +18,8 @@ from echelon.errors import ScheduleError
 from echelon.garbage import collection_paused
 from echelon.pipeline import schedules
 from echelon.pipeline.plan.cost import Costs, amount_names
-from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.plan.schedule import MOST_FORWARDS, Schedule
 from echelon.pipeline.schedules.recommendation import Option, held_microbatches, recommend, search_chunks
-from echelon.pipeline.schedules.registry import MOST_FORWARDS
 from echelon.timeline.timeline import Time
 from echelon.wording import counted
 
