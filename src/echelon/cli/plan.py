@@ -274,11 +274,7 @@ def _read(options: PlanOptions) -> Schedule:
         FileError: it cannot be read.
     """
     assert options.schedule is not None, "checked"
-    # A binary file is a slip that Python reports by a UnicodeDecodeError of many lines.
-    try:
-        found = Schedule.from_csv(options.schedule)
-    except UnicodeDecodeError:
-        raise ScheduleError(f"cannot read {options.schedule}: it is not text; give what --csv writes") from None
+    found = Schedule.from_csv(options.schedule)
     for option, wanted, number, what in (
         ("-r", options.num_ranks, found.num_ranks, "rank"),
         ("-m", options.num_microbatches, found.num_microbatches, "microbatch"),

@@ -228,12 +228,15 @@ class Schedule:
             ScheduleError: the file does not hold a schedule.
             FileError: there is no such file, or it cannot be read.
         """
-        with reading(path), open(path, encoding="utf-8", newline="") as file:
-            text = file.read()
         try:
+            # Spreadsheets begin a file with a mark.
+            with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
+                text = file.read()
             return cls.from_text(text, num_microbatches, name=os.path.splitext(os.path.basename(path))[0])
         except ScheduleError as error:
             raise ScheduleError(f"{os.fspath(path)}: {error}") from None
+        except UnicodeDecodeError:
+            raise ScheduleError(f"cannot read {os.fspath(path)}: it is not text; give what --csv writes") from None
 
     @classmethod
     def from_text(cls, text: str, num_microbatches: int | None = None, name: str = "text") -> Schedule:
