@@ -245,6 +245,30 @@ def test_a_pair_of_two_forwards():
     }
 
 
+def test_a_pair_with_a_weight_gradient():
+    """It was an IndexError."""
+    forwards, inputs, weights = ([Action(0, kind, number) for number in range(2)] for kind in "FIW")
+    pair = Overlapped(forwards[1], weights[0])
+    schedule = Schedule("mine", 2, (0,), ((forwards[0], inputs[0], pair, inputs[1], weights[1]),))
+    assert [problem.text for problem in schedule.problems] == [
+        "(0F1;0W0)OVERLAP_F_B (rank 0, step 2) cannot overlap: a pair is F and B, or F and I"
+    ]
+
+
+def test_a_pair_whose_forward_does_not_exist():
+    """Its backward counts: nothing waits for ever, which was a ValueError."""
+    order = (Action(0, "F", 0), Action(1, "F", 0), Overlapped(Action(1, "F", 7), Action(1, "B", 0)), Action(0, "B", 0))
+    schedule = Schedule("mine", 1, (0, 0), (order,))
+    assert [problem.text for problem in schedule.problems] == [
+        "1F7 (rank 0, step 2) does not exist: the schedule has 2 stages and 1 microbatch, and the kinds F, I, W and B"
+    ]
+
+
+def test_a_schedule_of_too_many_forwards_is_refused_at_once():
+    with pytest.raises(ScheduleError, match="num_stages=1 and num_microbatches=1000000000 are 1000000000 forwards"):
+        Schedule.from_text("0F0,0B0", num_microbatches=10**9)
+
+
 def test_a_backward_in_a_forward_only_schedule():
     schedule = Schedule("mine", 1, (0,), ((Action(0, "F", 0), Action(0, "B", 0)),), forward_only=True)
     assert [problem.text for problem in schedule.problems] == [

@@ -140,6 +140,7 @@ def test_an_exception_anywhere_is_raised_everywhere_and_ends_the_pipeline(run, n
 def test_an_error_without_frames_has_a_reason():
     """As under sys.tracebacklimit = 0."""
     assert _reason(ValueError("blown"), " in F0") == "ValueError in F0: blown"
+    assert _reason(KeyboardInterrupt(), " in F0") == "KeyboardInterrupt in F0"
 
 
 def fail_in_one_replica(group):

@@ -236,3 +236,21 @@ def test_an_error_of_a_file_names_it(tmp_path):
     path.touch()
     with pytest.raises(ScheduleError, match=re.escape(f"{path}: there is no action: write")):
         Schedule.from_csv(path)
+
+
+def test_a_file_of_a_spreadsheet_begins_with_a_mark(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
+    assert str(Schedule.from_csv(path)) == "0F0,0B0"
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_bytes(b"0F0,\xff")
+    with pytest.raises(ScheduleError, match=r"cannot read .*mine\.csv: it is not text"):
+        Schedule.from_csv(path)
+
+
+def test_a_number_of_more_digits_than_python_converts():
+    with pytest.raises(ScheduleError, match=r"rank 0, cell 1: '0F9+' is not an action"):
+        Schedule.from_text("0F0,0F" + "9" * 5000)

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from echelon.errors import InvalidArgument, ScheduleError
-from echelon.pipeline import Costs, schedules
-from echelon.pipeline.plan.action import loop, vee
+from echelon.pipeline import Costs, Schedule, schedules
+from echelon.pipeline.plan.action import Action, loop, vee
 from echelon.pipeline.schedules.recommendation import cut, held_microbatches, recommend, table
 
 
@@ -203,3 +203,21 @@ def test_memory_in_microbatches():
 
 def test_costs_are_those_by_default():
     assert table(recommend(None, 2, 2)) == table(recommend(Costs(), 2, 2))
+
+
+@pytest.mark.parametrize("arguments", [{"memory_limit": float("nan")}, {"capacity": -1}, {"memory_limit": True}])
+def test_a_limit_that_is_no_amount(arguments):
+    with pytest.raises(InvalidArgument, match="give a number of at least 0, or None for no limit"):
+        recommend(Costs(), 2, 4, **arguments)
+
+
+def test_parameters_that_are_no_amount():
+    with pytest.raises(ScheduleError, match="parameters=-1: give an amount of memory of at least 0"):
+        recommend(Costs(), 2, 4, parameters=-1)
+
+
+def test_a_schedule_with_an_idle_rank_is_not_compared():
+    """It was a ValueError."""
+    idle = Schedule("idle", 1, (0,), ((Action(0, "F", 0), Action(0, "B", 0)), ()))
+    with pytest.raises(ScheduleError, match="idle has more stages on one rank than on another"):
+        recommend(Costs(), 2, 1, own=[idle])

@@ -200,8 +200,22 @@ def test_recomputation_is_room_that_a_backward_needs():
     costs = Costs(1, 1, 1, transfer=0, activation=1, recompute=1, recomputed_activation=3)
     schedule = search(costs, 2, 4, memory_limit=6)
     schedule.check(memory_limit=6, costs=costs)
-    with pytest.raises(ScheduleError, match="leaves no room for a backward that recomputes"):
+    with pytest.raises(ScheduleError, match="leaves no room for a backward: raise it by recomputed"):
         search(costs, 2, 4, memory_limit=1)
+
+
+def test_a_stage_that_holds_more_until_its_weight_gradient_keeps_the_limit():
+    """Between I and W a stage holds the gradient of its output as well, so I needs room."""
+    costs = Costs(1, 1, 1, transfer=0, activation=1, weight_activation=2)
+    search(costs, 2, 4, memory_limit=3).check(memory_limit=3, costs=costs)
+    with pytest.raises(ScheduleError, match="leaves no room for a backward"):
+        search(costs, 2, 4, memory_limit=1)
+
+
+def test_amounts_of_very_different_size_keep_the_limit():
+    """They are rounded to a unit of a millionth here, and upwards."""
+    costs = Costs(1, 1, 1, transfer=0, activation=(1e6, 1e-9))
+    search(costs, 2, 4, memory_limit=2).check(rank_limits(costs, loop(2), 4, 2), costs)
 
 
 def test_thirds_fit_exactly():
@@ -220,6 +234,7 @@ def test_thirds_fit_exactly():
         ({"memory_limit": 0.5}, "memory_limit=0.5: a rank must hold at least 1 microbatch; .* here 2"),
         ({"memory_limit": "2"}, "memory_limit='2': a rank must hold"),
         ({"num_chunks": 0}, "num_chunks=0: give a whole number"),
+        ({"num_microbatches": 10**7}, "are 20000000 forwards, too many for one schedule"),
         ({"costs": Costs(forward=[1, 2, 3])}, "forward has 3 values for 2 stages"),
     ],
 )

@@ -1,5 +1,7 @@
 """Notes about collectives of equal kind, shape and dtype that ranks call in another order."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -92,3 +94,17 @@ def barriers(group):
 @pytest.mark.parametrize("program", [at_lines_of_their_own, in_turns_as_the_root, in_turns_in_one_function, barriers])
 def test_other_lines_on_purpose_are_not_noted(way, program):
     assert echelon.simulate(program, 3, collectives=way).notes == ()
+
+
+def send_three(group):
+    if group.rank == 0:
+        group.send(torch.ones(3), 1)  # the send of three
+    else:
+        group.recv(0, out=torch.zeros(2))
+
+
+def test_a_message_that_does_not_fit_is_told_with_the_line_of_its_send():
+    lines, first = inspect.getsourcelines(send_three)
+    line = first + next(index for index, text in enumerate(lines) if "the send of three" in text)
+    with pytest.raises(echelon.SizeMismatch, match=rf"; rank 0 sends it at .*called_lines\.py:{line}\n"):
+        echelon.simulate(send_three, 2)

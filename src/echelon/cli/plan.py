@@ -18,9 +18,8 @@ from echelon.errors import ScheduleError
 from echelon.garbage import collection_paused
 from echelon.pipeline import schedules
 from echelon.pipeline.plan.cost import Costs, amount_names
-from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.plan.schedule import MOST_FORWARDS, Schedule
 from echelon.pipeline.schedules.recommendation import Option, held_microbatches, recommend, search_chunks
-from echelon.pipeline.schedules.registry import MOST_FORWARDS
 from echelon.timeline.timeline import Time
 from echelon.wording import counted
 
@@ -275,11 +274,7 @@ def _read(options: PlanOptions) -> Schedule:
         FileError: it cannot be read.
     """
     assert options.schedule is not None, "checked"
-    # A binary file is a slip that Python reports by a UnicodeDecodeError of many lines.
-    try:
-        found = Schedule.from_csv(options.schedule)
-    except UnicodeDecodeError:
-        raise ScheduleError(f"cannot read {options.schedule}: it is not text; give what --csv writes") from None
+    found = Schedule.from_csv(options.schedule)
     for option, wanted, number, what in (
         ("-r", options.num_ranks, found.num_ranks, "rank"),
         ("-m", options.num_microbatches, found.num_microbatches, "microbatch"),

@@ -16,7 +16,7 @@ from echelon._torch_private.modules import never_compiled
 from echelon.backends.delivery import ANY
 from echelon.backends.formats.wire import Tag, readable
 from echelon.backends.work import Received, Work
-from echelon.errors import DeadlockError, inherited_error
+from echelon.errors import DeadlockError, SizeMismatch, inherited_error
 from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World, is_plain
 
@@ -67,7 +67,12 @@ class VirtualWork(Work[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Blocks until the operation ends and returns its result; see `Work.wait`."""
-        result = super().wait(timeout)
+        try:
+            result = super().wait(timeout)
+        except SizeMismatch as error:
+            if self.tag is not None:
+                self.boundary.tell_line_of_send(error, self.peer, self.tag)
+            raise
         if self.tag is not None:
             self.boundary.took(self.source_of(result), self.tag)
             self.tag = None
@@ -201,6 +206,14 @@ class Boundary:
     def took(self, src: int, tag: Tag) -> None:
         """Records the dependency of the next step on this message."""
         self._world.recorder.took(self._rank, src, tag)
+
+    def tell_line_of_send(self, error: SizeMismatch, src: int, tag: Tag) -> None:
+        """Adds the line of the send to the error of a message that does not fit its receive."""
+        sent = f"send to rank {self._rank}, tag {tag.step} of {error.got}"
+        calls = reversed(self._world.flight_recorders[src].records())
+        line = next((call.place for call in calls if call.operation == sent), "")
+        if line and line not in str(error):
+            error.args = (f"{error}; rank {src} sends it at {line}",)
 
     @property
     def _is_inherited(self) -> bool:

@@ -20,7 +20,8 @@ from echelon.backends.memory import as_bytes, new_tensor, plain, without_class
 from echelon.backends.modes import normal_mode, overwrite
 from echelon.backends.operators import accumulation_dtype, combine_in_order
 from echelon.collectives.calls.chunks import Chunks, FlatChunks, ReadOnlyChunks, even_sizes, in_order
-from echelon.collectives.plans.plan import Copy, Plan, Reduce, Send
+from echelon.collectives.calls.run import rounds_of
+from echelon.collectives.plans.plan import Plan, Reduce
 from echelon.operation_records import OperationRecord
 
 Take: TypeAlias = Callable[[int, Tensor | None, Tensor | None, OperationRecord], Any]
@@ -320,19 +321,14 @@ def _program(
     messages: defaultdict[tuple[int, int], deque[Tensor]],
 ) -> Iterator[bool]:
     """Runs a rank's rounds. Yields while it waits for a message."""
-    for steps in plan.rounds[rank]:
-        busy = frozenset(chunk for step in steps if isinstance(step, Send) for chunk in step.chunks)
-        for step in steps:
-            if isinstance(step, Send):
-                messages[rank, step.peer] += [part.clone() for part in chunks.outgoing(step)]
-        for step in steps:
-            if isinstance(step, Copy):
-                chunks.copy(step)
-        for step in steps:
-            if isinstance(step, Send | Copy):
-                continue
+    for steps in rounds_of(plan, rank):
+        for leaving in steps.sends:
+            messages[rank, leaving.peer] += [part.clone() for part in chunks.outgoing(leaving)]
+        for copy in steps.copies:
+            chunks.copy(copy)
+        for step in steps.coming:
             came = []
-            for place in chunks.places(step, busy):
+            for place in chunks.places(step, steps.busy):
                 while not messages[step.peer, rank]:
                     yield True
                 message = messages[step.peer, rank].popleft()

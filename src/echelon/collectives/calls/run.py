@@ -80,7 +80,7 @@ _MAX_KNOWN = 4096
 _known: dict[tuple[int, int], tuple[Plan, tuple[_Round, ...]]] = {}
 
 
-def _rounds(plan: Plan, rank: int) -> tuple[_Round, ...]:
+def rounds_of(plan: Plan, rank: int) -> tuple[_Round, ...]:
     """Returns a rank's rounds. Cached by identity: to hash a plan takes longer than to run a small one."""
     found = _known.get((id(plan), rank))
     if found is None:
@@ -111,7 +111,7 @@ def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = 
     """
     # This thread polls for its own messages, so the background thread need not wake.
     with channel.backend.messages.will_wait():
-        for steps in _rounds(plan, channel.rank):
+        for steps in rounds_of(plan, channel.rank):
             _run_round(steps, channel, chunks, combine)
 
 

@@ -113,8 +113,8 @@ class Place(NamedTuple):
     position: int
 
 
-# ASCII: \d alone would also match digits of other scripts.
-_ACTION = re.compile(r"(\d+)([FIWB])(\d+)", re.ASCII)
+# ASCII: \d alone would also match digits of other scripts. Python converts no text of more than 4300 digits.
+_ACTION = re.compile(r"(\d{1,18})([FIWB])(\d{1,18})", re.ASCII)
 _OVERLAPPED = re.compile(r"\((\d+F\d+);(\d+[BI]\d+)\)OVERLAP_F_B", re.ASCII)
 
 

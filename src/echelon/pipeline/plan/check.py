@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from echelon.arguments import is_number
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import Action, Handover, Kind, Overlapped, Place, Step, actions_of
 from echelon.pipeline.plan.cost import Amount, Costs
@@ -142,9 +143,10 @@ def find_problems(schedule: Schedule) -> tuple[Mistake, ...]:
         return tuple(find_cycles(schedule, schedule.orders, set()))
     places = _places(schedule)
     return (
-        *(_explained(suspect, schedule, places) for suspect in suspects),
+        # A pair that cannot overlap is suspect for each of its actions.
+        *dict.fromkeys(_explained(suspect, schedule, places) for suspect in suspects),
         *(_missing(key, what, schedule) for key, what in enumerate(done) if what != complete),
-        *find_cycles(schedule, _playable(schedule, suspects), _granted(schedule, suspects, done)),
+        *find_cycles(schedule, _playable(schedule), _granted(schedule, suspects, done)),
     )
 
 
@@ -160,7 +162,7 @@ def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Mistake
             f"memory_limit has {len(limits)} values for {schedule.num_ranks} ranks: give one number, or one per rank"
         )
     for most in limits:
-        if not most >= 0:  # also refuses nan
+        if not (is_number(most) and float(most) >= 0):  # also refuses nan
             raise ScheduleError(f"memory_limit={most} is no amount of memory: give a number of at least 0")
     stage_costs = costs.per_stage(schedule.placement)
     problems = []
@@ -281,15 +283,17 @@ def _missing(key: int, done: int, schedule: Schedule) -> Mistake:
     return Mistake(f"{names} missing on rank {rank}", (Place(rank, len(schedule.orders[rank])),))
 
 
-def _playable(schedule: Schedule, suspects: Sequence[_Suspect]) -> tuple[tuple[Step, ...], ...]:
-    """Returns the orders with a W, which waits for nothing, in place of every action that does not exist."""
-    unknown = [suspect.place for suspect in suspects if not _exists(suspect.action, schedule)]
-    if not unknown:
-        return schedule.orders
-    orders = list(map(list, schedule.orders))
-    for rank, index in unknown:
-        orders[rank][index] = Action(0, "W", 0)
-    return tuple(map(tuple, orders))
+def _playable(schedule: Schedule) -> list[list[Step]]:
+    """Returns the orders with a W, which waits for nothing, in place of steps none of whose actions exist.
+
+    An action alone stands for a pair whose other action does not exist.
+    """
+
+    def playable(step: Step) -> Step:
+        known = [action for action in actions_of(step) if _exists(action, schedule)]
+        return step if len(known) == len(actions_of(step)) else (*known, Action(0, "W", 0))[0]
+
+    return [list(map(playable, order)) for order in schedule.orders]
 
 
 def _granted(schedule: Schedule, suspects: Sequence[_Suspect], done: bytearray) -> set[Handover]:

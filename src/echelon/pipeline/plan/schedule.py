@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from echelon.arguments import named, no_attribute, reading, refuse_others, shown, writing
+from echelon.arguments import is_count, named, no_attribute, reading, refuse_others, shown, writing
 from echelon.errors import InvalidArgument, ScheduleError
 from echelon.pipeline.plan.action import Action, Overlapped, Step, actions_of, parse
 from echelon.pipeline.plan.check import Mistake, find_problems, over_limit, report
@@ -26,6 +27,20 @@ _MEANT = {
     **dict.fromkeys(("run", "step"), " pass it to Pipeline(model, group, schedule), which has step()"),
 }
 """Names by which users look for calls of a timeline or of a Pipeline."""
+MOST_FORWARDS = 4_000_000
+"""Most forwards of a schedule. More take minutes and tens of GB, and are a slip."""
+
+
+def check_forwards(**sizes: int) -> None:
+    """Raises ScheduleError if the product of sizes, the number of forwards, is too large for a schedule."""
+    if (product := math.prod(sizes.values())) > MOST_FORWARDS:
+        *some, last = (f"{name}={size}" for name, size in sizes.items())
+        raise ScheduleError(
+            f"{', '.join(some)} and {last} are {product} forwards, too many for one schedule: give numbers whose "
+            f"product is at most {MOST_FORWARDS}"
+        )
+
+
 _PATHS = dict.fromkeys(("file", "filename", "fname"), "path")
 
 
@@ -65,7 +80,7 @@ class Schedule:
 
     def _check_sizes(self) -> None:
         """Raises ScheduleError unless the numbers of microbatches, ranks and stages fit together."""
-        if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
+        if not is_count(self.num_microbatches, least=1):
             raise ScheduleError(f"num_microbatches={shown(self.num_microbatches)}: a schedule needs at least 1")
         if not self.orders or not self.placement:
             raise ScheduleError("a schedule needs an order for at least one rank and a placement of at least one stage")
@@ -77,6 +92,7 @@ class Schedule:
                     f"stage {stage} is placed on rank {rank}, but there are orders for "
                     f"{counted(self.num_ranks, 'rank')}: place it on {listed(range(self.num_ranks))}"
                 )
+        check_forwards(num_stages=self.num_stages, num_microbatches=self.num_microbatches)
 
     def __repr__(self) -> str:
         sizes = (self.num_ranks, "rank"), (self.num_stages, "stage"), (self.num_microbatches, "microbatch")
@@ -212,12 +228,15 @@ class Schedule:
             ScheduleError: the file does not hold a schedule.
             FileError: there is no such file, or it cannot be read.
         """
-        with reading(path), open(path, encoding="utf-8", newline="") as file:
-            text = file.read()
         try:
+            # Spreadsheets begin a file with a mark.
+            with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
+                text = file.read()
             return cls.from_text(text, num_microbatches, name=os.path.splitext(os.path.basename(path))[0])
         except ScheduleError as error:
             raise ScheduleError(f"{os.fspath(path)}: {error}") from None
+        except UnicodeDecodeError:
+            raise ScheduleError(f"cannot read {os.fspath(path)}: it is not text; give what --csv writes") from None
 
     @classmethod
     def from_text(cls, text: str, num_microbatches: int | None = None, name: str = "text") -> Schedule:

@@ -332,7 +332,8 @@ def _moves(
         "F": _Move(inputs, costs.forward, 0, num_microbatches, to_after, after),
         "I": _Move(gradients, costs.backward_input, -1, -num_microbatches, to_before, before),
         "B": _Move(gradients, costs.backward, -1, -num_microbatches, to_before, before),
-        "W": _Move(at_once, costs.backward_weight, 0, 0, (), ()),
+        # Its result goes to nobody. Asked for of a pair with a W, which is a mistake.
+        "W": _Move(at_once, costs.backward_weight, 0, 0, (0,) * len(placement), (nobody,) * len(placement)),
     }
 
 

@@ -114,7 +114,7 @@ def _place(current: object) -> str:
 
 def _reason(error: BaseException, place: str) -> str:
     """Returns type, place and message of an error, its innermost line, and as many lines of the program as fit."""
-    text = f"{type(error).__name__}{place}: {error}"
+    text = f"{type(error).__name__}{place}: {error}".removesuffix(": ")  # a KeyboardInterrupt says nothing
     # From the innermost frame outwards. Ten lines of torch and of the pipeline would hide the one of the program.
     for number, frame in enumerate(reversed(traceback.extract_tb(error.__traceback__))):
         if number and is_foreign(frame.filename):

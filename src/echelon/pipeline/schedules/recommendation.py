@@ -8,10 +8,9 @@ from fractions import Fraction
 from functools import partial
 from html import escape
 from itertools import chain, pairwise, repeat
-from numbers import Real
 from typing import final
 
-from echelon.arguments import named
+from echelon.arguments import is_amount, is_number, named, shown
 from echelon.errors import InvalidArgument, ScheduleError
 from echelon.pipeline.plan.action import actions_of, loop
 from echelon.pipeline.plan.cost import Amount, Costs, check_costs
@@ -136,13 +135,15 @@ def recommend(
     for given in (costs, fused):
         cut(given, placement).per_stage(placement)
     for name, limit in (("memory_limit", memory_limit), ("capacity", capacity)):
-        if limit is not None and not isinstance(limit, Real):
-            raise InvalidArgument(f"{name} is {named(limit)}: give a number, or None for no limit")
+        if limit is not None and not (is_number(limit) and float(limit) >= 0):  # also refuses nan
+            raise InvalidArgument(f"{name} is {named(limit)}: give a number of at least 0, or None for no limit")
     throughout = _per_rank(parameters, num_ranks)
     for each in own:
         if (each.num_ranks, each.num_microbatches) != (num_ranks, num_microbatches):
             sizes = f"{each.num_ranks} ranks and {each.num_microbatches} microbatches"
             raise ScheduleError(f"{each.name} has {sizes}: compare it with schedules of the same sizes")
+        if {*map(each.placement.count, range(num_ranks))} != {each.num_chunks}:
+            raise ScheduleError(f"{each.name} has more stages on one rank than on another: simulate it by itself")
     known = [*own, *_named(num_ranks, num_microbatches)]
     if search:
         known += [found for found in _searched(costs, num_ranks, num_microbatches, memory_limit) if found not in known]
@@ -370,6 +371,8 @@ def _transfers(transfer: Amount, placement: Sequence[int]) -> Amount:
 
 def _per_rank(amount: Amount, num_ranks: int) -> tuple[Time, ...]:
     values = _each(amount, num_ranks)
+    if not all(map(is_amount, values)):
+        raise ScheduleError(f"parameters={shown(amount)}: give an amount of memory of at least 0, or one per rank")
     if len(values) != num_ranks:
         raise ScheduleError(
             f"parameters has {len(values)} values for {num_ranks} ranks: give one number, or one per rank"

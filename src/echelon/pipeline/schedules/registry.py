@@ -8,16 +8,13 @@ from typing import NamedTuple, TypeAlias
 from echelon.arguments import choices, is_count, refuse_others
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import loop
-from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.plan.schedule import Schedule, check_forwards
 from echelon.pipeline.schedules.dualpipe_v import dualpipe_v
 from echelon.pipeline.schedules.forward_only import forward_only
 from echelon.pipeline.schedules.gpipe import gpipe, looped_bfs
 from echelon.pipeline.schedules.one_f_one_b import interleaved_1f1b, one_f_one_b
 from echelon.pipeline.schedules.v_shaped import v_half, v_min
 from echelon.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_v
-
-MOST_FORWARDS = 4_000_000
-"""Most forwards of a schedule. More take minutes and tens of GB, and are a slip."""
 
 
 class _Fixed(NamedTuple):
@@ -98,11 +95,7 @@ def build(
     _require_positive(name, "num_chunks", 1 if num_chunks is None else num_chunks)
     known = _SCHEDULES[name]
     chunks = num_chunks or (known[1] if isinstance(known, _Grouped | _Chunked | _Fixed) else 1)
-    if (product := num_ranks * num_microbatches * chunks) > MOST_FORWARDS:
-        raise ScheduleError(
-            f"num_ranks={num_ranks}, num_microbatches={num_microbatches} and num_chunks={chunks} are {product} "
-            f"forwards, too many for one schedule: give numbers whose product is at most {MOST_FORWARDS}"
-        )
+    check_forwards(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=chunks)
     # An argument that a schedule has no use for is refused: ignoring it would give another schedule than asked for.
     if group_size is not None:
         _require_positive(name, "group_size", group_size)

@@ -16,7 +16,7 @@ from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import loop, vee
 from echelon.pipeline.plan.check import over_limit
 from echelon.pipeline.plan.cost import Costs, check_costs
-from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.plan.schedule import Schedule, check_forwards
 from echelon.pipeline.plan.simulate import play
 from echelon.pipeline.search.greedy import Shape, WarmUps, schedule_greedily, warm_ups_of
 from echelon.pipeline.search.list_scheduler import pull_forward
@@ -74,8 +74,8 @@ def search(
             candidates.append(Schedule("searched", num_microbatches, placement, to_actions(found.orders)))
     if not candidates:
         raise ScheduleError(
-            f"memory_limit={memory_limit} leaves no room for a backward that recomputes: raise it by "
-            "recomputed_activation"
+            f"memory_limit={memory_limit} leaves no room for a backward: raise it by recomputed_activation, or until "
+            "weight_activation fits"
         )
     # Named schedules come first in the list, and `min` takes the first of equals: no searched one without a gain.
     return min(candidates, key=lambda schedule: _times(schedule, costs))
@@ -117,6 +117,7 @@ def _validate(num_ranks: int, num_microbatches: int, num_chunks: int, memory_lim
     for name, value in sizes.items():
         if not is_count(value, least=1):
             raise ScheduleError(f"{name}={value!r}: give a whole number of at least 1, such as 4")
+    check_forwards(**sizes)
     if memory_limit is None:
         return
     if isinstance(memory_limit, bool) or not isinstance(memory_limit, Real) or not memory_limit >= 1:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import sub
 
 from echelon.pipeline.plan.cost import Costs
 from echelon.timeline.timeline import Time
@@ -82,7 +83,7 @@ class Problem:
         transfer: Time between stages s and s + 1; 0 on one rank.
         activation: Memory held from F on.
         kept: Part of `activation` held after I, until W.
-        recomputed: Additional memory of I while it runs.
+        recomputed: Memory that I needs in addition, while it runs or after it.
         limits: Most memory that each rank may hold.
     """
 
@@ -157,13 +158,9 @@ def problem(costs: Costs, placement: Sequence[int], num_microbatches: int, limit
     forward, backward_input, backward_weight, transfer = _whole(
         per_stage.forward, per_stage.backward_input, per_stage.backward_weight, per_stage.transfer
     )
-    activation, kept, recomputed, most = _whole(
-        per_stage.activation,
-        per_stage.weight_activation,
-        per_stage.recomputed_activation,
-        [_exact(limit) * (1 + _TOLERANCE) for limit in limits],
-        unit=_unit(per_stage.activation, per_stage.weight_activation, per_stage.recomputed_activation, limits),
-    )
+    memory = per_stage.activation, per_stage.weight_activation, per_stage.recomputed_activation
+    unit = _unit(*memory, limits)
+    activation, kept, recomputed = _whole(*memory, unit=unit)
     return Problem(
         num_microbatches=num_microbatches,
         placement=tuple(placement),
@@ -173,8 +170,9 @@ def problem(costs: Costs, placement: Sequence[int], num_microbatches: int, limit
         transfer=transfer,
         activation=activation,
         kept=kept,
-        recomputed=recomputed,
-        limits=most,
+        # A stage may hold more from I to W than before, as the gradient of its output.
+        recomputed=tuple(map(max, recomputed, map(sub, kept, activation))),
+        limits=tuple(math.floor(_exact(limit) * (1 + _TOLERANCE) / unit) for limit in limits),
     )
 
 
@@ -193,4 +191,5 @@ def _unit(*groups: Iterable[Time]) -> Fraction:
 def _whole(*groups: Iterable[Time], unit: Fraction | None = None) -> list[tuple[int, ...]]:
     groups = tuple(map(tuple, groups))
     unit = unit or _unit(*groups)
-    return [tuple(math.floor(_exact(number) / unit) for number in group) for group in groups]
+    # Rounded up: a rank must not hold more than its limit.
+    return [tuple(math.ceil(_exact(number) / unit) for number in group) for group in groups]
