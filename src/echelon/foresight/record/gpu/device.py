@@ -514,6 +514,8 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             mask = _bias(mask, query).expand(*query.shape[:-1], key.shape[-2])
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         return cudnn(query, key, value, mask, True, dropout, is_causal, scale=scale)[0]
+    if not torch.backends.cuda.math_sdp_enabled():  # type: ignore[no-untyped-call]
+        raise RuntimeError(f"No available kernel: the program has disabled each one that takes {query.dtype} here")
     return func(*args, **kwargs)
 
 
