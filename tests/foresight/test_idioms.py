@@ -561,7 +561,7 @@ def test_a_profiler_of_the_gpu_watches_nothing():
 
 
 def compiles_an_optimizer():
-    torch.jit.script(importlib.import_module("torch.optim.adadelta")._get_capturable_supported_devices)
+    torch.jit.script(importlib.import_module("torch.optim.adadelta").adadelta)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -9,6 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -533,3 +538,51 @@ def numbered_cpu():
 def test_a_tensor_on_the_cpu_has_no_number(gpu):
     """A real one says cpu. Hugging Face's Trainer compares its device with that of a tensor that it has moved."""
     foresee(numbered_cpu, 1, gpu=gpu)
+
+
+def coalesces():
+    dist.init_process_group("nccl")
+    ones = [torch.ones(4, device="cuda") for _ in range(2)]
+    for is_async in (False, True):
+        with dist._coalescing_manager(device=ones[0].device, async_ops=is_async) as manager:
+            for each in ones:
+                dist.all_reduce(each)
+        if is_async:
+            manager.wait()
+
+
+def test_coalesced_collectives_of_a_device_are_one():
+    trace = traced(coalesces)
+    assert [each.num_bytes for each in collectives(trace)] == [32, 32]
+    assert sum(isinstance(each, Wait) for each in trace.entries) == 1  # the asynchronous one
+
+
+def waits_for_keys():
+    dist.init_process_group("nccl")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.TCPStore("127.0.0.1", 29500, world_size, rank == 0)
+    store.set(f"key {rank}", str(rank))
+    assert int(store.get(f"key {world_size - 1}")) == world_size - 1
+    torch.ones(2, device="cuda").sum()
+
+
+def test_a_rank_waits_for_the_key_of_a_rank_that_is_not_recorded_yet():
+    assert foresee(waits_for_keys, 8).step_seconds > 0
+
+
+def sends_optimizer_states():
+    dist.init_process_group("nccl")
+    model = torch.nn.Linear(4, 4, device="cuda")
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = get_optimizer_state_dict(model, optimizer, options=full)
+    sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, optimizer, states if dist.get_rank() == 0 else {}, options=sent)
+
+
+def test_numbers_of_an_optimizer_are_pickled_with_their_values():
+    """Pickling them uses torch.save into a buffer, which is skipped for a program's own state."""
+    assert foresee(sends_optimizer_states, 4).step_seconds > 0

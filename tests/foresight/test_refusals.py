@@ -1,12 +1,14 @@
 """Operations that read values of tensors by themselves: foreseen, or refused by one line."""
 
 import copy
+import io
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from echelon import UnsupportedOp, foresee
 
@@ -187,6 +189,28 @@ def pickles():
 def test_pickled_tensors_are_refused_by_one_line(program):
     with pytest.raises(UnsupportedOp, match=r"^a tensor is pickled at .*test_refusals\.py:\d+, and .*loss\.item\(\)"):
         foresee(program, 2)
+
+
+def reads_a_buffer_back():
+    torch.save(on_gpu(3), buffer := io.BytesIO())
+    buffer.seek(0)
+    torch.load(buffer)
+
+
+def test_a_buffer_that_a_skipped_save_left_empty_is_refused_by_one_line():
+    with pytest.raises(UnsupportedOp, match=r"^torch\.load of an empty buffer at .*test_refusals\.py:\d+: .*deepcopy"):
+        foresee(reads_a_buffer_back, 1)
+
+
+def asks_for_flash_attention():
+    x = on_gpu(1, 2, 8, 16)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_without_a_kernel_for_its_type_fails_as_on_a_gpu():
+    with pytest.raises(RuntimeError, match=r"No available kernel: .*SDPBackend\.MATH"):
+        foresee(asks_for_flash_attention, 1)
 
 
 def copies():

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon import simulate
 from echelon.errors import CollectiveMismatch, LaunchError, PeerFailed, Timeout, UnsupportedOp
 from echelon.interop.process_group import EchelonProcessGroup, group_for
-from tests.helpers.torch_groups import begin
+from tests.helpers.torch_groups import begin, launched
 
 N = 2
 
@@ -137,6 +137,24 @@ def abandoned(group, path, ended):
 
 def test_a_group_that_an_exception_ends_does_not_wait_for_ever(pool, tmp_path):
     pool.run(abandoned, N, str(tmp_path / "store"), tmp_path / "ended", timeout=15.0)
+
+
+def begins_again(group):
+    import echelon.interop.torch_distributed  # noqa: F401 # registers the backend
+
+    sums = []
+    with launched(group):
+        for _ in range(5):
+            dist.init_process_group("echelon", timeout=timedelta(seconds=10))
+            dist.all_reduce(ones := torch.ones(1))
+            dist.destroy_process_group()
+            sums.append(ones.item())
+    return sums
+
+
+def test_a_world_begins_again_at_the_same_port(pool):
+    """Ranks found the old server of torch's store there, which rank 0 was about to end, and waited for its keys."""
+    assert pool.run(begins_again, 4, timeout=60.0) == [[4.0] * 5] * 4
 
 
 def call_twice():

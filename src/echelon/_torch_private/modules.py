@@ -221,7 +221,9 @@ def optimizers_as_on_gpu(is_on_host: Callable[[object], bool]) -> Iterator[None]
     Tensors of which `is_on_host` is true are handled apart.
     """
 
+    # Wrapped: torch.distributed.optim compiles the callers by torch.jit as it is imported, from the originals' source.
     def chosen(choose: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+        @functools.wraps(choose)
         def choice(params: list[Tensor], *args: bool, **kwargs: bool) -> tuple[bool, bool]:
             # As torch, unless all parameters are on a GPU.
             return (False, False) if any(map(is_on_host, params)) else choose(params, *args, **kwargs)
@@ -229,6 +231,7 @@ def optimizers_as_on_gpu(is_on_host: Callable[[object], bool]) -> Iterator[None]
         return choice
 
     def grouped(group: Callable[..., _Groups]) -> Callable[..., _Groups]:
+        @functools.wraps(group)
         def groups(lists: list[list[Any]], with_indices: bool = False) -> _Groups:
             devices = ["cpu" if is_on_host(each) else "cuda" for each in lists[0]]
             if len(set(devices)) < 2:
@@ -271,8 +274,7 @@ def _in_optimizers(name: str, make: Callable[[Any], Any]) -> list[Replacement]:
 
 
 def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    # With the source of the original: torch.distributed.optim compiles its callers by torch.jit as it is imported.
-    @functools.wraps(devices)
+    @functools.wraps(devices)  # likewise
     def and_cpu(*args: Any, **kwargs: Any) -> list[str]:
         return [*devices(*args, **kwargs), "cpu"]
 

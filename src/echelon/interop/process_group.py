@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +28,7 @@ from echelon.group.group import ProcessGroup
 from echelon.interop.collectives import COLLECTIVES
 from echelon.interop.messages import MESSAGES
 from echelon.interop.works import Coalesced, Runner
+from echelon.launch.torch_store import outlasting_server
 
 _TorchGroup: Any = dist.ProcessGroup
 """Untyped: its stubs overload every method with forms that torch.distributed never calls."""
@@ -136,16 +137,17 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
             EchelonError, Closed: as `ProcessGroup.close`; or an asynchronous operation failed, and nobody has asked for
                 its end.
         """
-        try:
-            if self._is_aborted:
-                pass  # which has ended all operations
-            elif sys.exception() is None:
-                self.runner.finish()
-            else:
-                with suppress(EchelonError):  # may be a consequence of the exception
-                    self.runner.finish(_GRACE_SECONDS)
-        finally:
-            self.group.close()
+        with outlasting_server(self._store) if self is dist.group.WORLD and self.rank() else nullcontext():
+            try:
+                if self._is_aborted:
+                    pass  # which has ended all operations
+                elif sys.exception() is None:
+                    self.runner.finish()
+                else:
+                    with suppress(EchelonError):  # may be a consequence of the exception
+                        self.runner.finish(_GRACE_SECONDS)
+            finally:
+                self.group.close()
 
     def abort(self) -> None:
         """Aborts the group: every rank that waits for this one raises PeerFailed."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,6 +23,8 @@ from echelon.launch.environment import Environment
 from echelon.launch.interface import with_local_address
 
 _HERE = ("127.0.0.1", "::1", "localhost")
+_END_SECONDS = 0.2
+"""Most seconds for rank 0 to end the server of a store after its group. It took 1 to 10 ms on a busy machine."""
 
 
 def connect_ranks(store: Store, rank: int, world_size: int, timeout: float, connect_timeout: float) -> TcpBackend:
@@ -96,11 +101,40 @@ def _shared_secret(rank: int, store: Store) -> bytes:
         ) from error
 
 
+@contextmanager
+def outlasting_server(store: Store) -> Iterator[None]:
+    """Blocks at its end until the server of a TCPStore is gone, at most 0.2 s. For ranks that do not serve it.
+
+    Otherwise a rank that opens the default group again may find the old server, which ends under it: rank 0 ends the
+    server after its group. Does nothing for other stores, and for torchrun's, which serves until the job ends.
+    """
+    store, agents = _underlying(store), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # A simulated store says that it is a TCPStore.
+    if type(store) is not TCPStore or agents:
+        yield
+        return
+    try:
+        connection = socket.create_connection((store.host, store.port), _END_SECONDS)
+    except OSError:  # it is gone already
+        yield
+        return
+    with connection:
+        yield
+        # The server sends nothing to a silent client. To connect again and again instead disturbs the next server.
+        with suppress(OSError):
+            connection.recv(1)
+
+
+def _underlying(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def _environment(store: Store, rank: int, world_size: int) -> Environment:
     """Returns the environment of a rank, with the store's address as rendezvous. MASTER_ADDR if the store has none."""
     # Other kinds of store, such as a FileStore, have no address.
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = _underlying(store)
     host, port = os.environ.get("MASTER_ADDR") or _HERE[0], 0
     if isinstance(store, TCPStore):
         host, port = store.host, store.port

@@ -58,6 +58,7 @@ from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
 from echelon.replacements import replaced
 from echelon.simulation import watchdog
+from echelon.simulation.boundary import StoreWait
 from echelon.simulation.deadlock import explain
 from echelon.simulation.failures import Failures
 from echelon.simulation.process.shared import SharedProcess, only_simulation
@@ -230,7 +231,7 @@ class _Run:
         """Digests of the values that ranks in children have contributed to collectives."""
         torch_distributed = TorchDistributed(world, _BACKEND, self._note_group)
         self.process = SharedProcess(world, torch_distributed, request.fn, request.hosts)
-        world.scheduler.on_stuck = lambda tasks: explain(world, tasks, "")
+        world.scheduler.on_stuck = self._help
 
     def run(self) -> Records:
         try:
@@ -369,6 +370,14 @@ class _Run:
         self._started.add(rank)
         self._num_left += 1
         return self._world.scheduler.add(rank, functools.partial(self._run_rank, rank))
+
+    def _help(self, waiting: Sequence[Task]) -> EchelonError | None:
+        """Starts the next rank if one waits for a key of a store, which any rank may set. Else returns the deadlock."""
+        left = [] if self._is_child else [rank for rank in range(len(self._request.hosts)) if rank not in self._started]
+        if left and any(isinstance(task.awaits, StoreWait) for task in waiting):
+            self._start(left[0])
+            return None
+        return explain(self._world, waiting)
 
     def _recording(self, rank: int) -> Recording:
         """Returns a new recording of a rank."""

@@ -150,10 +150,13 @@ class CheckpointCalls:
         /,
         obj: object,
         file: Any = None,
-        *__: Any,
+        *args: Any,
         **kwargs: Any,
     ) -> None:
         """Does as `torch.save`, or a function like it: the file has shapes, and takes no space."""
+        if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):  # as a tensor with values is pickled
+            self._torch_save(obj, file, *args, **kwargs)
+            return
         recording.log.skip(name)
         path = self._path_of(recording, file)
         pickler = {"pickle_module": kwargs["pickle_module"]} if "pickle_module" in kwargs else {}
@@ -217,6 +220,11 @@ class CheckpointCalls:
         self, name: str, recording: Recording, original: Callable[..., Any], /, f: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Does as `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
+        if isinstance(f, io.BytesIO) and not f.getbuffer():
+            raise UnsupportedOp(
+                f"{name} of an empty buffer at {recording.log.line()}: torch.save into memory is skipped: save to a "
+                "path, or copy the state by copy.deepcopy"
+            )
         is_path = isinstance(f, str | os.PathLike)
         found = self._checkpoint(recording, os.fsdecode(f), name) if is_path else None
         if isinstance(f, io.BytesIO):

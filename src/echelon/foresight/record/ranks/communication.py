@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -185,6 +186,14 @@ class RecordedGroup(EchelonProcessGroup):
             recording.placement.check_group(tensors, self.takes_gpu_only)
             recording.placement.written(tensors)
 
+    # Several operations at once: tensors of every device are the group's own
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        super()._start_coalescing(torch.device("cpu"))
+
+    def _end_coalescing(self, _: torch.device) -> Any:
+        return super()._end_coalescing(torch.device("cpu"))
+
     # Messages
 
     def _route(self, is_send: bool, peer: int, tag: int) -> Route:
@@ -250,6 +259,8 @@ class RecordedGroup(EchelonProcessGroup):
 
     def _keep(self, work: RecordedWork) -> RecordedWork:
         self._kept.append(work)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
 
