@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=20, help="steps from one checkpoint to the next")
     options = parser.parse_args(arguments)
+    if options.every < 1:
+        parser.error("give --every 1 or more")
 
     group = echelon.init()
     torch.manual_seed(0)

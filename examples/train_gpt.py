@@ -270,7 +270,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=50, metavar="STEPS", help="steps from one save to the next")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="folder for the picture")
     options = parser.parse_args(arguments)
-    options.steps = options.steps or (10 if options.check else 400)
+    if options.steps is None:
+        options.steps = 10 if options.check else 400
+    if min(options.steps, options.report_every, options.save_every) < 1 or not options.prompt:
+        parser.error("give --steps, --report-every and --save-every 1 or more, and --prompt some text")
     return options
 
 

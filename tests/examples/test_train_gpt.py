@@ -115,6 +115,14 @@ def test_bad_input_is_told_in_one_line(arguments, error, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("options", ["--steps 0", "--report-every 0", "--save-every 0", "--prompt="])
+def test_options_without_a_meaning_are_refused_before_the_training(options, capsys):
+    """No steps were 400, and the others failed in the middle of the training or after it."""
+    with pytest.raises(SystemExit):
+        train_gpt(["--simulate", "1", *options.split()])
+    assert "error: give --steps, --report-every and --save-every 1 or more" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(

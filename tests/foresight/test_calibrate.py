@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import echelon
 from echelon.errors import LaunchError
-from echelon.foresight.calibrate import calibrate
+from echelon.foresight.calibrate import calibrate, line
 from echelon.foresight.calibration_file import load, save
 from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.trace import Kernel
@@ -74,6 +74,8 @@ def test_a_file_of_another_kind_is_refused_with_one_line(tmp_path, text):
         {"cores": 0},
         {"cores": "2"},
         {"machine": None},
+        {"networks": {"loopback": (1e-5, -1e9)}},
+        {"networks": {"loopback": (-1e-5, 1e9)}},
         {"links": {"loopback": {"all_reduce two": ((8.0, 1e-6), (16.0, 1e-6))}}},
     ],
 )
@@ -92,6 +94,14 @@ def step():
         model(torch.ones(8, 64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("few_bytes", [1e-5, 1e-3, 2e-3])
+def test_a_network_has_a_speed_if_few_bytes_took_as_long_as_many(few_bytes):
+    """A machine that did other work meanwhile: the speed was negative, and the file could not be used."""
+    latency, rate = line({"all_reduce 2": ((8.0, few_bytes), (1e4, 1e-3), (1e6, 1e-3))})
+    assert latency + 1e6 / rate == pytest.approx(1e-3)
+    assert 0 < latency <= 5e-4
 
 
 def test_a_program_is_foreseen_on_processors_that_ranks_share(tmp_path):

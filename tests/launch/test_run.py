@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import textwrap
 import threading
 from collections import namedtuple
@@ -515,6 +516,44 @@ def test_a_program_sees_nothing_of_the_start_of_its_rank(script, tmp_path, monke
         **({} if value is None else {"PYTHONPATH": value}),
     )
     assert ended.out == f"[0] {value} {'yes' if before and 'other' in before else None} []\n"
+
+
+CHILD = """
+    import multiprocessing, multiprocessing.util
+    def child():
+        print(multiprocessing.util.get_temp_dir(), flush=True)
+        time.sleep(60)
+    multiprocessing.get_context("fork").Process(target=child).start()
+"""
+"""Rank whose child, as a DataLoader's worker, has a folder for its sockets."""
+
+
+def test_children_of_ranks_that_are_killed_leave_no_folder(script, monkeypatch):
+    """Each worker of a DataLoader left one, /tmp/pymp-*, when its rank was killed or the launcher got SIGTERM."""
+    with tempfile.TemporaryDirectory() as place:  # of a short name
+        monkeypatch.setenv("TMPDIR", place)
+        with started(2, script(CHILD)) as launcher:
+            for _ in range(2):
+                folder = launcher.stdout.readline().split()[1]
+                assert os.path.dirname(folder) == place
+            launcher.send_signal(signal.SIGTERM)
+            launcher.communicate(timeout=20)
+        assert not os.listdir(place)
+
+
+def test_a_folder_of_a_long_name_is_left_to_multiprocessing(script, tmp_path, monkeypatch):
+    """A socket's whole name has 107 bytes at most."""
+    place = tmp_path / ("n" * 90)
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    assert "/pymp-" in run(1, script("import multiprocessing.util; print(multiprocessing.util.get_temp_dir())")).out
+
+
+def test_ranks_that_the_host_cannot_start_are_told_in_one_line(script):
+    limited = ["sh", "-c", 'ulimit -n 14; exec "$@"', "sh", *command(4, script("time.sleep(60)"))]
+    ended = subprocess.run(limited, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert re.fullmatch(r"echelon: rank \d cannot be started \(Too many open files\): start fewer .*\n", ended.stderr)
 
 
 def test_places_are_told_once_for_ranks_at_the_same_line():

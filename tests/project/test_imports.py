@@ -14,7 +14,7 @@ LAYERS = (
     (
         *("arguments", "call_site", "cores", "errors", "garbage", "hashing", "hint", "long_work", "operation_records"),
         "purposes",
-        "replacements",
+        *("replacements", "temporary"),
         *("wording", "_names_of_others", "_native", "_torch_private", "_torch_versions", "timeline"),
     ),
     ("backends",),

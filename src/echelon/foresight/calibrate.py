@@ -71,7 +71,7 @@ def calibrate() -> Device:
         machine=this_machine(),
         cores=num_cores(),
         curves=MappingProxyType(curves),
-        networks=MappingProxyType({name: _line(curves) for name, curves in measured_links.items()}),
+        networks=MappingProxyType({name: line(curves) for name, curves in measured_links.items()}),
         links=MappingProxyType(measured_links),
     )
     return replace(device, launch_seconds=_launch_seconds(device))
@@ -244,7 +244,8 @@ def _launch_seconds(device: Device) -> float:
 # Communication
 
 
-def _line(curves: Mapping[str, Curve]) -> tuple[float, float]:
+def line(curves: Mapping[str, Curve]) -> tuple[float, float]:
     """Returns the latency in seconds, and the bytes per second, of an all_reduce of two ranks."""
     (_, latency), *_, (size, seconds) = curves["all_reduce 2"]
+    latency = min(latency, seconds / 2)  # a busy machine may have taken longer for few bytes than for many
     return latency, size / (seconds - latency)

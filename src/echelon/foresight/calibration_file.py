@@ -66,6 +66,8 @@ def load(path: str | os.PathLike[str]) -> Device:
         if not all(is_amount(rate) and rate > 0 for rate in values["peak"].values()):
             raise ValueError(f"peak is {dict(values['peak'])!r}")
         networks = {name: (float(latency), float(rate)) for name, (latency, rate) in values["networks"].items()}
+        if not all(0 <= latency < math.inf and 0 < rate < math.inf for latency, rate in networks.values()):
+            raise ValueError(f"networks is {networks!r}")
         values["networks"] = MappingProxyType(networks)
         values["links"] = MappingProxyType({name: _links_of(curves) for name, curves in values["links"].items()})
         values["sources"] = tuple(values["sources"])

@@ -21,7 +21,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +47,7 @@ from echelon.launch.report import (
 )
 from echelon.launch.status_line import VARIABLE as TERMINAL
 from echelon.launch.variables import ReservedPort, is_in_use, threads_per_rank
+from echelon.temporary import temporary_folder
 from echelon.wording import counted, listed
 
 MAX_RANKS = 1024
@@ -119,7 +119,7 @@ def run(
     if not grace >= 0:  # not a number, too
         raise LaunchError(f"--grace {grace:g}: use a number of seconds, 0 or more")
     program.check()
-    with tempfile.TemporaryDirectory(prefix="echelon-") as folder, ReservedPort() as port:
+    with temporary_folder("echelon-run-") as folder, ReservedPort() as port:
         environs = rank_environs(num_ranks, port, environ)
         for rank, each in enumerate(environs):
             each[ERROR_FILE] = os.path.join(folder, f"rank{rank}.json")
@@ -401,7 +401,11 @@ class Launcher:
                 key.data()
 
     def _start(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        process = RankProcess(rank, command, environ)
+        try:
+            process = RankProcess(rank, command, environ)
+        except OSError as error:
+            reason = f"rank {rank} cannot be started ({error.strerror})"
+            raise LaunchError(f"{reason}: start fewer ranks, or raise the limits, as by ulimit -n or -u") from None
         self._ranks.append(process)
         self._running.add(process)
         console = self._console

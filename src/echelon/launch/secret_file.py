@@ -15,11 +15,11 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 
 from echelon.errors import LaunchError
+from echelon.temporary import temporary_place
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -142,7 +142,7 @@ def _open_folder(environ: Mapping[str, str]) -> int:
 
 
 def _temporary_folder() -> str:
-    return os.path.join(tempfile.gettempdir(), f"echelon-{os.geteuid()}")
+    return os.path.join(temporary_place(), f"echelon-{os.geteuid()}")
 
 
 def _made_and_opened(path: str) -> int:

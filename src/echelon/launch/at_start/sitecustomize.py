@@ -21,6 +21,8 @@ ERROR_FILE = "ECHELON_ERROR_FILE"
 """Variable with the name of the file in which this rank reports failures."""
 FOLDER = os.path.dirname(__file__)
 """Folder of this module."""
+_LONGEST = 90
+"""Bytes of a folder that leave no room for a socket: its whole name has up to 107, and its own name 18 of them."""
 
 
 def place_file(error_file: str, pid: int) -> str:
@@ -45,6 +47,17 @@ def answer(error_file: str) -> None:
         os.rename(f"{path}.new", path)
 
 
+def share_folder(folder: str) -> None:
+    """Has multiprocessing keep the sockets of this rank and its children in the launcher's folder.
+
+    A child that is killed, such as a DataLoader's worker, would leave a folder of its own.
+    """
+    from multiprocessing import process
+
+    if len(os.fsencode(folder)) < _LONGEST:
+        getattr(process.current_process(), "_config", {})["tempdir"] = folder
+
+
 def _leave() -> None:
     """Takes this folder out of the paths, and imports the module that it has hidden."""
     sys.path[:] = [path for path in sys.path if path != FOLDER]
@@ -63,4 +76,5 @@ def _leave() -> None:
 if __name__ == "sitecustomize":
     if file := os.environ.get(ERROR_FILE):  # a child that was given these paths alone has no launcher
         answer(file)
+        share_folder(os.path.dirname(file))
     _leave()

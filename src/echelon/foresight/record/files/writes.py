@@ -31,6 +31,7 @@ from echelon.foresight.record.here import Recording
 from echelon.foresight.record.log.overlay import Scratch
 from echelon.foresight.record.writer import in_writers, inherit, nothing, skip, unrecorded, with_new, writer
 from echelon.replacements import Replacement, replaced
+from echelon.temporary import temporary_folder
 
 _CHANGES = (
     "mkfifo",
@@ -68,7 +69,7 @@ def no_writes(saved: Saved, *, allow_files: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced([Replacement(threading.Thread, "start", in_writers(inherit))]))
         # Made first, removed last: by the real functions.
-        scratch = Scratch(stack.enter_context(tempfile.TemporaryDirectory(prefix="echelon-foresee-")))
+        scratch = Scratch(stack.enter_context(temporary_folder("echelon-foresee-")))
         checkpoints = CheckpointCalls(scratch, saved)
         files = _Files(scratch, saved, checkpoints, allow_files)
         others = () if allow_files else files.replacements()
