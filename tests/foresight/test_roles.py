@@ -87,7 +87,7 @@ def grid_trace(rank, is_odd):
 
 GRIDS = {
     "stages": (lambda at: at.stage < 0, 15),
-    "a rank that prints": (lambda at: at == (7, 0, 0), 19),
+    "a rank that prints": (lambda at: at == (7, 0, 0), 20),
     "the last rank": (lambda at: at == (7, 15, 7), 18),
     "a stage that is uneven": (lambda at: at.stage == 7 and at.dp >= 5, 24),
     "tensor parallel ranks": (lambda at: at.tp >= 4, 40),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from echelon._torch_private.modules import precision_of
 from echelon._torch_private.tensors import local_part
 
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device)
@@ -80,7 +81,7 @@ def surroundings(module: nn.Module) -> Hashable | None:
     return (
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.get_default_dtype(),
-        (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
+        tuple(precision_of("cuda", each) for each in ("matmul", "conv", "rnn")),
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
     )
 
@@ -127,15 +128,15 @@ class _Found:
                 self.describe_function(value)
             elif _is_of_parallelism(value):
                 self.describe_object(value)
-            elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and id(value) not in self._seen:
-                # An object of the program, such as a configuration. Objects inside of it are left out.
+            elif hasattr(value, "__dict__") and _is_of_program(type(value)) and id(value) not in self._seen:
+                # An object such as a configuration. Objects inside of it are left out.
                 self._seen.add(id(value))
                 self.facts.append((name, id(value), *map(_plain, vars(value).values())))
 
     def describe_function(self, function: Any) -> None:
         """Adds plain variables that a function of the program refers to, such as a counter of its calls."""
         function = getattr(function, "__func__", function)
-        if isinstance(function, FunctionType) and not str(function.__module__).startswith("torch."):
+        if isinstance(function, FunctionType) and _is_of_program(function):
             names = [function.__globals__.get(name) for name in function.__code__.co_names]
             self.facts.append((*map(_plain, names), *map(_in_cell, function.__closure__ or ())))
 
@@ -176,6 +177,10 @@ def _plain(value: object) -> Hashable:
         inner = value.values() if isinstance(value, dict) else value
         return len(value), *(each for each in inner if len(value) <= _MOST and isinstance(each, _PLAIN))
     return value if isinstance(value, _PLAIN) else None
+
+
+def _is_of_program(value: FunctionType | type) -> bool:
+    return str(value.__module__).partition(".")[0] not in ("torch", "echelon")
 
 
 def _is_of_parallelism(value: object) -> bool:

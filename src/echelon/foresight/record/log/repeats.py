@@ -243,12 +243,12 @@ class Repeats:
         return _Moment(len(log.entries), log.counters, facts, state.gradients, storages, counts)
 
     def _given(self, tensor: object, number: int | None) -> Hashable:
-        """Returns the device and the values of a tensor, as far as they are known."""
+        """Returns the values of a tensor, and its place on the host, if one of them is known. Else None."""
         if number is None or not isinstance(tensor, FakeTensor):
             return None
-        memory = self._memory
-        place = number in memory.on_gpu, number in memory.on_host, memory.is_fixed(number), memory.is_pinned(number)
-        return place, self._routing.summary(tensor)
+        host = self._memory.on_host.get(number)
+        found = host and (host.is_fixed, host.is_pinned), self._routing.summary(tensor)
+        return None if found == (None, None) else found
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
         """Returns a call with its facts. None if it cannot be repeated."""
@@ -358,11 +358,12 @@ class Repeats:
 
     def _begin(self, module: nn.Module, call: _Call, output: int, gradient: torch.Tensor) -> _Pass | None:
         """Begins the backward pass of a call. Returns None if it is not the only one of its backward."""
-        with without_functions():
-            number = self._memory.known(gradient) if type(gradient) is FakeTensor else None
-            form = gradient.shape, gradient.stride(), gradient.dtype
-        if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call or number is None:
+        if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call:
             return None
+        with without_functions():
+            if type(gradient) is not FakeTensor or (number := self._memory.known(gradient)) is None:
+                return None
+            form = gradient.shape, gradient.stride(), gradient.dtype
         backward = self._passes[0]
         backward.module, backward.call, backward.gradient = module, call, number
         backward.begin = self._moment(module)
