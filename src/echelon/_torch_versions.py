@@ -144,6 +144,7 @@ FSDP2_NAMES = ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamG
 """Further private names, probed when FSDP2 first communicates. Without them errors do not name its modules."""
 
 REPEATS_NAMES = (
+    "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state",
     "torch.distributed.pipelining.stage._PipelineStageBase",
 )

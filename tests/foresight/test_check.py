@@ -93,6 +93,28 @@ def test_message_without_a_partner_is_found():
         foresee(one_way, 2)
 
 
+def sends_in_another_group():
+    dist.init_process_group("nccl")
+    pair = dist.new_group([0, 1])
+    x = torch.ones(8, device="cuda")
+    dist.send(x, 1, group=pair) if dist.get_rank() == 0 else dist.recv(x, 0)
+
+
+def test_a_message_that_is_received_in_another_group_has_no_partner():
+    with pytest.raises(CollectiveMismatch, match="rank 0 sends nothing that fits it, with tag 0 in the same group"):
+        foresee(sends_in_another_group, 2)
+
+
+def broadcasts_from_itself():
+    dist.init_process_group("nccl")
+    dist.broadcast(torch.ones(8, device="cuda"), dist.get_rank())
+
+
+def test_a_mismatch_names_the_roots():
+    with pytest.raises(CollectiveMismatch, match=r"broadcast with root 0 of 32 .* on rank 0, .* with root 1 of 32 "):
+        foresee(broadcasts_from_itself, 2)
+
+
 def receives_from_any():
     dist.init_process_group("nccl")
     x = torch.ones(8, device="cuda")

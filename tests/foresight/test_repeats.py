@@ -1,10 +1,12 @@
 """Microbatches that repeat an earlier one: their traces are those of a recording in which all of them run."""
 
+import random
 import runpy
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +72,12 @@ def agree(program, world_size, ranks=(0,)):
     return full
 
 
+def do_the_same(program):
+    """Both recordings are equal, except for the numbers of their lines."""
+    full, fast = (record(program, 1, full=full)[0] for full in (True, False))
+    assert digest(fast) == digest(full)
+
+
 def test_accumulated_gradients(repeated):
     agree(accumulated, 2)
     assert len(repeated) >= MICROBATCHES - 4, repeated
@@ -122,11 +130,11 @@ def test_programs_with_several_microbatches(monkeypatch, args):
 
 def test_a_last_microbatch_that_does_something_else_is_recorded(repeated):
     """Nothing of the module tells: the difference is found when the last one runs, and then all of them run."""
-    is_last = []
+    now = SimpleNamespace(is_last=False)
 
     class Changed(nn.Module):
         def forward(self, x):
-            return x * x if is_last and is_last[-1] else x
+            return x * x if now.is_last else x
 
     def program():
         device = programs.begin()
@@ -134,7 +142,7 @@ def test_a_last_microbatch_that_does_something_else_is_recorded(repeated):
         optimizer = torch.optim.SGD(model.parameters())
         while True:
             for number in range(MICROBATCHES):
-                is_last.append(number == MICROBATCHES - 1)
+                now.is_last = number == MICROBATCHES - 1
                 model(torch.ones(4, 64, device=device)).sum().backward()
             optimizer.step()
 
@@ -159,6 +167,133 @@ def test_a_changed_module_is_recorded(kind, repeated):
 
     agree(lambda: accumulated(change=change), 2)
     assert bool(repeated) == (kind in ("flag", "hook"))
+
+
+class Counted(nn.Module):
+    """Layer that computes more in each of its calls whose number is odd, by different ways to count."""
+
+    def __init__(self, is_odd):
+        super().__init__()
+        self.layer, self.is_odd, self.numbers, self.state = nn.Linear(64, 64), is_odd, [0], SimpleNamespace(number=0)
+
+    def forward(self, x):
+        return self.layer(x).sin() if self.is_odd(self) else self.layer(x)
+
+
+def in_list(layer):
+    layer.numbers[0] += 1
+    return layer.numbers[0] % MICROBATCHES == 4
+
+
+def in_object(layer):
+    layer.state.number += 1
+    return layer.state.number % MICROBATCHES == 4
+
+
+def drawn(_):
+    return random.random() < 0.5
+
+
+def in_closure():
+    number = 0
+
+    def is_odd(_):
+        nonlocal number
+        number += 1
+        return number % MICROBATCHES == 4
+
+    return is_odd
+
+
+def microbatches(layer, *, around=lambda _, __: nullcontext(), inputs=lambda _: ()):
+    layer = layer.to("cuda")
+    optimizer = torch.optim.SGD(layer.parameters())
+    while True:
+        for number in range(MICROBATCHES):
+            given = torch.ones(8, 64, device="cuda"), *inputs(number)
+            with around(layer, number == 3):
+                layer(*given).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("ways", [lambda: in_list, lambda: in_object, in_closure, lambda: drawn])
+def test_calls_that_a_module_counts_or_draws_are_recorded(ways, repeated):
+    def program():
+        random.seed(4)
+        microbatches(Counted(ways()))
+
+    do_the_same(program)
+    assert not repeated
+
+
+def with_hook(layer, is_odd):
+    if not is_odd:
+        return nullcontext()
+    stack = ExitStack()
+    stack.callback(layer.weight.register_hook(lambda gradient: gradient * 2).remove)
+    return stack
+
+
+def with_precision(_, is_odd):
+    torch.set_float32_matmul_precision("high" if is_odd else "highest")
+    return nullcontext()
+
+
+def with_function(layer, is_odd):
+    layer.forward = (
+        partial(nn.functional.linear, weight=layer.weight) if is_odd else partial(type(layer).forward, layer)
+    )
+    return nullcontext()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda _, is_odd: torch.autograd.graph.save_on_cpu() if is_odd else nullcontext(),
+        with_hook,
+        with_precision,
+        with_function,
+    ],
+)
+def test_a_microbatch_in_other_surroundings_is_recorded(around):
+    do_the_same(lambda: microbatches(nn.Linear(64, 64), around=around))
+
+
+class Cut(nn.Linear):
+    def forward(self, x, lengths):
+        return super().forward(x[: int(lengths.max())])
+
+
+def test_microbatches_with_other_known_values_are_recorded(repeated):
+    lengths = lambda number: (torch.tensor([1, 2, 5 if number == 3 else 3]),)  # noqa: E731
+    do_the_same(lambda: microbatches(Cut(64, 64), inputs=lengths))
+    assert repeated
+
+
+def test_known_values_of_a_result_are_recorded():
+    class Values(nn.Linear):
+        def forward(self, x, lengths):
+            return super().forward(x), lengths + 1
+
+    def program():
+        layer = Values(64, 64).to("cuda")
+        optimizer = torch.optim.SGD(layer.parameters())
+        while True:
+            for _ in range(MICROBATCHES):
+                out, lengths = layer(torch.ones(8, 64, device="cuda"), torch.tensor([1, 4]))
+                out[: int(lengths.max())].sum().backward()
+            optimizer.step()
+
+    do_the_same(program)
+
+
+def test_a_microbatch_on_the_host_is_recorded():
+    class Moves(nn.Linear):
+        def forward(self, x, batch):
+            return super().forward(x + batch.to("cuda"))
+
+    inputs = lambda number: (torch.ones(8, 64, device="cpu" if number == 3 else "cuda"),)  # noqa: E731
+    do_the_same(lambda: microbatches(Moves(64, 64), inputs=inputs))
 
 
 def test_a_loss_with_parameters_is_recorded():

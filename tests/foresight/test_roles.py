@@ -1,11 +1,12 @@
 """Few ranks are recorded, and all that differ among them."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 
-from echelon.foresight.roles import Roles
-from echelon.foresight.trace import Group, Kernel, Message, Trace
+from echelon.foresight.roles import Roles, digest
+from echelon.foresight.trace import Collective, Group, Kernel, Message, Trace
 
 
 def trace(rank, world_size, flops):
@@ -16,7 +17,7 @@ def trace(rank, world_size, flops):
 
 @pytest.mark.parametrize(
     ("special", "most"),
-    [((), 3), ((0,), 4), ((63,), 5), ((0, 63), 7), ((0, 1, 2, 3), 12), (tuple(range(32)), 12)],
+    [((), 3), ((0,), 5), ((63,), 5), ((0, 63), 8), ((0, 1, 2, 3), 12), (tuple(range(32)), 16)],
 )
 def test_ranks_that_differ_are_found_by_few_records(special, most):
     roles = Roles(64)
@@ -25,6 +26,34 @@ def test_ranks_that_differ_are_found_by_few_records(special, most):
     for rank, role in enumerate(roles.classes):
         assert (role in special) == (rank in special)
     assert len(roles.traces) <= most
+
+
+@pytest.mark.parametrize(
+    ("is_special", "most"),
+    [(lambda rank: rank % 8 == 0, 8), (lambda rank: rank % 8 == 7, 8), (lambda rank: rank % 2 == 1, 13)],
+)
+def test_ranks_that_differ_on_each_host_are_found(is_special, most):
+    """A program may ask for LOCAL_RANK, and rank 63 is no first rank of a host."""
+    for seed in range(4):
+        roles = Roles(64, seed, ranks_of_host=8)
+        while ranks := roles.next_ranks():
+            roles.add({rank: short_trace(rank, 1 + is_special(rank)) for rank in ranks})
+        for rank, role in enumerate(roles.classes):
+            assert is_special(role) == is_special(rank)
+        assert len(roles.traces) <= most
+
+
+def short_trace(rank, flops):
+    long = trace(rank, 64, flops)
+    return replace(long, entries=long.entries[:1])
+
+
+def test_ranks_with_another_root_have_another_role():
+    def digest_with(root):
+        broadcast = Collective(0, 1, "broadcast", 0, 8, "float32", "", root, True, (), (), "forward", 0, -1)
+        return digest(replace(trace(3, 4, 1), entries=(broadcast,)))
+
+    assert len({digest_with(root) for root in range(4)}) == 4
 
 
 PP, DP, TP = 8, 16, 8
@@ -58,7 +87,8 @@ def grid_trace(rank, is_odd):
 
 GRIDS = {
     "stages": (lambda at: at.stage < 0, 15),
-    "a rank that prints": (lambda at: at == (7, 0, 0), 17),
+    "a rank that prints": (lambda at: at == (7, 0, 0), 20),
+    "the last rank": (lambda at: at == (7, 15, 7), 18),
     "a stage that is uneven": (lambda at: at.stage == 7 and at.dp >= 5, 24),
     "tensor parallel ranks": (lambda at: at.tp >= 4, 40),
 }

@@ -251,3 +251,20 @@ def test_an_optimizer_that_computes_more_than_in_the_step_before_says_so():
             optimizer.step()
 
     assert "optimizer of this one have 2 times the FLOPs" in "".join(echelon.foresee(program, 1).assumptions)
+
+
+def keeps(size):
+    layer = torch.nn.Linear(512, 512, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters())
+    kept = []
+    while True:
+        kept.append(layer(torch.ones(size, 512, device="cuda")))
+        kept[-1].sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("size", [256, 1024])
+def test_a_step_that_leaves_memory_is_an_assumption(size):
+    """Later steps need more. Small tensors, such as losses, are not worth a line."""
+    found = [each for each in echelon.foresee(keeps, 1, (size,)).assumptions if "this step leaves 2 MiB more" in each]
+    assert bool(found) == (size == 1024)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import weakref
+from collections import deque
 from collections.abc import Hashable, Iterator
 from enum import Enum
+from itertools import chain
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from echelon._torch_private.modules import precision_of
 from echelon._torch_private.tensors import local_part
 
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device)
@@ -27,6 +33,11 @@ _ORDERS = frozenset({"_post_forward_indices", "post_forward_order"})
 _ACCUMULATED = "unsharded_accumulated_grad"
 """Gradient that FSDP2 keeps while microbatches add to it."""
 _OF_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_LISTS = (list, tuple, dict, set, deque)
+_MOST = 1000
+"""Elements of a list up to which its numbers are facts."""
+_NUM_BATCHES = "num_batches_tracked"
+"""Buffer of batch normalization that counts its calls, which do the same for each number."""
 
 
 class ModuleState(NamedTuple):
@@ -44,13 +55,42 @@ def state_of(module: nn.Module) -> ModuleState:
     """Returns the state of a module as it is now."""
     found = _Found()
     for each in module.modules():
-        found.facts.append((id(each), *(tuple(getattr(each, name)) for name in _HOOKS)))
+        hooks = [getattr(each, name) for name in _HOOKS]
+        found.facts.append((id(each), type(each), *map(tuple, hooks)))
+        for function in (each.forward, *chain.from_iterable(map(dict.values, hooks))):
+            found.describe_function(function)
         found.describe(vars(each))
-        for tensor in (*each.parameters(recurse=False), *each.buffers(recurse=False)):
-            found.describe_tensor(tensor)
+        for name, tensor in (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False)):
+            if name != _NUM_BATCHES:
+                found.describe_tensor(tensor)
         if (state := _fsdp2_state(each)) is not None:
             found.describe_object(state)
     return ModuleState(tuple(found.facts), tuple(found.gradients), tuple(found.tensors))
+
+
+def surroundings(module: nn.Module) -> Hashable | None:
+    """Returns the settings of torch that a call of a module depends on. None if hooks of tensors see its graph.
+
+    Such hooks are functions of the program or of torch, and may differ in each call or count their calls.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return None
+    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters()):
+        return None
+    cuda: Any = torch.backends.cuda
+    return (
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        tuple(precision_of("cuda", each) for each in ("matmul", "conv", "rnn")),
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+    )
+
+
+def random_numbers() -> int:
+    """Returns a number for the state of the generators of Python and NumPy: another one if a number was drawn."""
+    numpy = sys.modules.get("numpy")
+    _, words, position, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
+    return hash((random.getstate(), bytes(words), position))
 
 
 def _fsdp2_state(module: nn.Module) -> Any:
@@ -74,17 +114,31 @@ class _Found:
                 continue
             if name == _ACCUMULATED:
                 self._describe_gradient(value)
-            elif isinstance(value, _PLAIN):
-                self.facts.append((name, value))
             elif isinstance(value, torch.Tensor):
                 self.describe_tensor(value)
-            elif isinstance(value, list | tuple | dict | set):
-                self.facts.append((name, len(value)))
-            if _is_of_parallelism(value):
-                self.describe_object(value)
             elif isinstance(value, list) and value and _is_of_parallelism(value[0]):
+                self.facts.append((name, len(value)))
                 for each in value:
                     self.describe_object(each)
+            elif isinstance(value, _PLAIN + _LISTS):
+                self.facts.append((name, _plain(value)))
+            elif isinstance(value, FunctionType | MethodType | BuiltinFunctionType):
+                # By reference: the next function may get the address of this one.
+                self.facts.append((name, weakref.ref(value)))
+                self.describe_function(value)
+            elif _is_of_parallelism(value):
+                self.describe_object(value)
+            elif hasattr(value, "__dict__") and _is_of_program(type(value)) and id(value) not in self._seen:
+                # An object such as a configuration. Objects inside of it are left out.
+                self._seen.add(id(value))
+                self.facts.append((name, id(value), *map(_plain, vars(value).values())))
+
+    def describe_function(self, function: Any) -> None:
+        """Adds plain variables that a function of the program refers to, such as a counter of its calls."""
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType) and _is_of_program(function):
+            names = [function.__globals__.get(name) for name in function.__code__.co_names]
+            self.facts.append((*map(_plain, names), *map(_in_cell, function.__closure__ or ())))
 
     def describe_object(self, value: Any) -> None:
         """Adds the state of an object of FSDP."""
@@ -108,6 +162,25 @@ class _Found:
     def _describe_gradient(self, gradient: torch.Tensor | None) -> None:
         self.gradients.append(None if gradient is None else (gradient.shape, gradient.dtype))
         self.tensors.append(None if gradient is None else local_part(gradient))
+
+
+def _in_cell(cell: CellType) -> Hashable:
+    try:
+        return _plain(cell.cell_contents)
+    except ValueError:  # It is empty.
+        return None
+
+
+def _plain(value: object) -> Hashable:
+    """Returns a plain value, or the plain values in a list. None for others."""
+    if isinstance(value, _LISTS):
+        inner = value.values() if isinstance(value, dict) else value
+        return len(value), *(each for each in inner if len(value) <= _MOST and isinstance(each, _PLAIN))
+    return value if isinstance(value, _PLAIN) else None
+
+
+def _is_of_program(value: FunctionType | type) -> bool:
+    return str(value.__module__).partition(".")[0] not in ("torch", "echelon")
 
 
 def _is_of_parallelism(value: object) -> bool:

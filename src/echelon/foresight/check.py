@@ -6,7 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 from echelon.errors import CollectiveMismatch, DeadlockError
 from echelon.foresight.trace import (
@@ -141,12 +142,11 @@ def _compare(one: _Side, other: _Side, group: Group, counted_from: str) -> None:
     for number, (mine, theirs) in enumerate(zip_longest(one.calls, other.calls), 1):
         if _signature(one, mine) == _signature(other, theirs):
             continue
-        name = f"group {group.name!r} of {counted(len(group.ranks), 'rank')}" if group.name else _shown(group.ranks)
         left, right = _described(one, mine), _described(other, theirs)
         parted = _parted(one, other, number - 1)
         advice = _without_step(one.trace, other.trace) or _ALIKE
         raise CollectiveMismatch(
-            f"call {number} {counted_from} in {name} is {left}, but {right}{parted}: {advice}",
+            f"call {number} {counted_from} in {_named(group)} is {left}, but {right}{parted}: {advice}",
             rank=other.rank,
             theirs=right,
         )
@@ -196,12 +196,15 @@ def text_of(trace: Trace, entry: Communication) -> str:
     if isinstance(entry, Message):
         verb = f"send to rank {entry.peer}" if entry.is_send else f"receive from rank {entry.peer}"
         return f"{verb} of {entry.num_bytes:,} bytes of {entry.dtype}, tag {entry.tag}, at {where}"
-    op = f"({entry.op})" if entry.op else ""
+    op = f"({entry.op})" if entry.op else f" with root {entry.root}" if entry.root >= 0 else ""
     size = f" of {entry.num_bytes:,} bytes of {entry.dtype}" if entry.kind != "barrier" else ""
     return f"{entry.kind}{op}{size} at {where}"
 
 
-def _shown(ranks: Sequence[int]) -> str:
+def _named(group: Group) -> str:
+    ranks = group.ranks
+    if group.name:
+        return f"group {group.name!r} of {counted(len(ranks), 'rank')}"
     if len(ranks) > 8:
         return f"the group of ranks {ranks[0]}, {ranks[1]} to {ranks[-1]}"
     return f"the group of ranks {', '.join(map(str, ranks))}"
@@ -210,19 +213,27 @@ def _shown(ranks: Sequence[int]) -> str:
 # Messages
 
 
+_Route: TypeAlias = tuple[int, int, int, Group]
+"""Sender, receiver, tag and group of messages. NCCL sends those of each group by its own connections."""
+
+
+def _route(trace: Trace, message: Message) -> _Route:
+    return *message.ends(trace.rank), message.tag, trace.groups[message.group]
+
+
 def check_messages(traces: Mapping[int, Trace]) -> None:
     """Pairs the messages between recorded ranks.
 
     Raises:
         CollectiveMismatch: a message has no partner, or partners differ in size or dtype.
     """
-    messages: defaultdict[tuple[int, int, int], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
-    for rank, trace in traces.items():
+    messages: defaultdict[_Route, tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
+    for trace in traces.values():
         for entry in trace.entries:
             if isinstance(entry, Message) and entry.peer in traces:
-                messages[(*entry.ends(rank), entry.tag)][entry.is_send].append(entry)
+                messages[_route(trace, entry)][entry.is_send].append(entry)
     # Sorted, so that a program with several mistakes gives the same error in every run.
-    for (src, dst, tag), (receives, sends) in sorted(messages.items()):
+    for (src, dst, tag, _), (receives, sends) in sorted(messages.items(), key=itemgetter(0)):
         for send, receive in zip_longest(sends, receives):
             if send is not None and receive is not None:
                 if (send.num_bytes, send.dtype) != (receive.num_bytes, receive.dtype):
@@ -234,7 +245,8 @@ def check_messages(traces: Mapping[int, Trace]) -> None:
             rank, found = (src, send) if send is not None else (dst, receive)
             assert found is not None
             missing = f"rank {dst} receives" if send is not None else f"rank {src} sends"
-            cause = _without_step(traces[src], traces[dst]) or f"{missing} nothing that fits it, with tag {tag}"
+            fitting = f"nothing that fits it, with tag {tag} in the same group"
+            cause = _without_step(traces[src], traces[dst]) or f"{missing} {fitting}"
             raise CollectiveMismatch(f"{text_of(traces[rank], found)} on rank {rank} has no partner: {cause}")
 
 
@@ -290,7 +302,7 @@ class _Order:
 
     def _pair_up(self) -> None:
         calls: defaultdict[tuple[Group, int], list[tuple[int, int]]] = defaultdict(list)
-        messages: defaultdict[tuple[int, int, int, bool], list[tuple[int, int]]] = defaultdict(list)
+        messages: defaultdict[tuple[_Route, bool], list[tuple[int, int]]] = defaultdict(list)
         for rank, trace in self._traces.items():
             counts: defaultdict[Group, int] = defaultdict(int)
             for entry in trace.entries:
@@ -299,15 +311,15 @@ class _Order:
                     calls[group, counts[group]].append((rank, entry.number))
                     counts[group] += 1
                 elif isinstance(entry, Message):
-                    messages[(*entry.ends(rank), entry.tag, entry.is_send)].append((rank, entry.number))
+                    messages[_route(trace, entry), entry.is_send].append((rank, entry.number))
                 else:
                     continue
                 self._of[rank, entry.number] = entry
         for members in calls.values():
             self._partners.update((member, members) for member in members)
-        for (src, dst, tag, is_send), mine in messages.items():
+        for (route, is_send), mine in messages.items():
             # A peer that is not recorded has none, and then holds up nobody.
-            theirs = messages.get((src, dst, tag, not is_send), [])
+            theirs = messages.get((route, not is_send), [])
             for one, other in zip(mine, theirs, strict=False):
                 self._partners[one] = [one, other]
 

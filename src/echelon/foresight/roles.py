@@ -1,11 +1,13 @@
 """Choice of the ranks that are recorded, one for each role, and of the role that represents each rank. Pure.
 
-A rank is a point in the grid that the groups of recorded ranks span, such as data parallel x tensor parallel. Along
-each axis both ends are recorded. If they do the same, all points between them are assumed to do the same; if not, the
-axis is divided: next to its first point, next to its last one, then in the middle, and so on. This divides the grid
-into boxes, each with the role of its corner. Random ranks are recorded to confirm this: one in each box, but only one
-for all boxes in the middle of an axis, such as the stages of a pipeline between the first and the last one. Where a
-random rank differs from its corner, its box alone is divided in the same way.
+A rank is a point in the grid that the groups of recorded ranks and the hosts span, such as data parallel x tensor
+parallel. Along each axis both ends are recorded, and a point between them if both are even or both are odd. If they do
+the same, all points between them are assumed to do the same; if not, the axis is divided: next to its first point, next
+to its last one, then in the middle, and so on. This divides the grid into boxes, each with the role of its corner.
+
+The last rank and random ones are recorded to confirm this: one in each box, but only one for all boxes in the middle of
+an axis, such as the stages of a pipeline between the first and the last one. Where such a rank differs from its corner,
+its box alone is divided in the same way.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ class Axis(NamedTuple):
     stride: int
 
 
-def axes_of(trace: Trace) -> tuple[Axis, ...]:
+def axes_of(trace: Trace, ranks_of_host: int = 0) -> tuple[Axis, ...]:
     """Returns the axes of the grid that a rank's groups span, from the outermost to the innermost.
 
-    Groups whose ranks have equal distances are axes. Further axes fill the gaps, so that all ranks are points.
+    Groups whose ranks have equal distances are axes. Further axes fill the gaps, so that all ranks are points. An axis
+    that goes through hosts of equal size has a part inside of them, since a program may ask for LOCAL_RANK.
     """
     found: set[Axis] = set()
     for group in trace.groups:
@@ -59,6 +62,11 @@ def axes_of(trace: Trace) -> tuple[Axis, ...]:
         reach = axis.stride * axis.size
     if reach < trace.world_size:
         axes.append(Axis(trace.world_size // reach, reach))
+    for number, (size, stride) in enumerate(axes):
+        inside, rest = divmod(ranks_of_host, stride)
+        if 1 < inside < size and not rest and not size % inside:
+            axes[number : number + 1] = Axis(inside, stride), Axis(size // inside, ranks_of_host)
+            break
     return tuple(reversed(axes))
 
 
@@ -79,6 +87,8 @@ class Roles:
 
     world_size: int
     seed: int = 0
+    ranks_of_host: int = 0
+    """Number of ranks on each host. 0 if the hosts have different ones."""
     traces: dict[int, Trace] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     classes: tuple[int, ...] = ()
@@ -105,11 +115,12 @@ class Roles:
                 self._fold(range(self.world_size))
             return left
         if self._axes is None:
-            self._axes = axes_of(self.traces[min(self.traces)])
+            self._axes = axes_of(self.traces[min(self.traces)], self.ranks_of_host)
         grid = Box(tuple(range(axis.size) for axis in self._axes))
         boxes, missing = self._divided(grid)
         if missing:
-            # With one random rank already, so that there need not be a further round for it later.
+            # With the last rank, which may have fewer samples, and a random one: a further round for them takes longer.
+            missing |= self._unrecorded([self.world_size - 1])
             return sorted(missing | (set() if self._random else self._drawn(range(self.world_size), missing)))
         leaves = [leaf for box in boxes for leaf in self._leaves(box, missing)]
         if missing:
@@ -157,16 +168,17 @@ class Roles:
         begins, index = [along[0]], 0
         while index < len(edges) - 1:
             low, high = edges[index], edges[index + 1]
-            if self.digests[rank(low)] != self.digests[rank(high)]:
-                if high - low > 1:
-                    # Often the first or the last rank alone differs, as one that prints.
-                    middle = low + 1 if low == along[0] else high - 1 if high == along[-1] else (low + high) // 2
-                    if missing := self._unrecorded([rank(middle)]):
-                        return [], missing
-                    edges.insert(index + 1, middle)
-                    continue
-                begins.append(high)
-            elif high in cuts:
+            differ = self.digests[rank(low)] != self.digests[rank(high)]
+            # Even and odd ranks often differ: a distance that is even would leave out one of the two.
+            if high - low > 1 and (differ or (high - low) % 2 == 0):
+                # Often the first or the last rank alone differs, as one that prints.
+                is_first = low == along[0] or not differ
+                middle = low + 1 if is_first else high - 1 if high == along[-1] else (low + high) // 2
+                if missing := self._unrecorded([rank(middle)]):
+                    return [], missing
+                edges.insert(index + 1, middle)
+                continue
+            if differ or high in cuts:
                 begins.append(high)
             index += 1
         return [range(begin, end) for begin, end in pairwise([*begins, along.stop])], set()
@@ -336,7 +348,7 @@ def _fact(trace: Trace, entry: Entry) -> object:
             entry.num_bytes,
             entry.dtype,
             entry.op,
-            None if root < 0 else root == trace.rank,
+            None if root < 0 else (root == trace.rank, group.ranks.index(root)),
             entry.blocking,
             entry.phase,
         )

@@ -428,7 +428,7 @@ def foresee(
     device = _device(gpu)
     cluster = cluster_of(network, device, world_size, hosts, rails=rails, oversubscription=oversubscription)
     is_here = bool(device.machine) and device.machine == this_machine()
-    roles = Roles(world_size, seed)
+    roles = Roles(world_size, seed, cluster.hosts[0] if len(set(cluster.hosts)) == 1 else 0)
 
     def choose(traces: Mapping[int, Trace]) -> Sequence[int]:
         roles.add(traces)

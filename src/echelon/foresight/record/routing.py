@@ -8,9 +8,10 @@ shape of an even choice.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -187,7 +188,7 @@ class Routing:
         self._assume = assume
         self._values: dict[int, _Known] = {}
         """Values by the identity of the fake tensor."""
-        self._filled: dict[int, tuple[Callable[[], Tensor], weakref.ref[Tensor]]] = {}
+        self._filled: dict[int, tuple[partial[Tensor], weakref.ref[Tensor]]] = {}
         """Functions that make the values of large tensors that were filled, which are rarely needed."""
 
     # Values
@@ -204,6 +205,15 @@ class Routing:
         """Whether the values of a fake tensor follow from a choice."""
         known = self._values.get(id(tensor))
         return known is not None and known.is_chosen
+
+    def summary(self, tensor: Tensor) -> Hashable:
+        """Returns a value that two tensors of one form have in common if their known values are equal, else None."""
+        if (filled := self._filled.get(id(tensor))) is not None:
+            return str((filled[0].func, filled[0].args))
+        if (value := self._value(tensor)) is None and (value := known_value(tensor)) is None:
+            return None
+        with real_tensors():
+            return hashlib.blake2b(value.contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         found = self._values.get(id(tensor))
@@ -276,7 +286,7 @@ class Routing:
         elif written and self._filled:
             self.drop(written)
 
-    def _fill(self, make: Callable[[], Tensor], out: Tensor, is_spaced: bool) -> None:
+    def _fill(self, make: partial[Tensor], out: Tensor, is_spaced: bool) -> None:
         if (out.dtype.is_floating_point and not is_spaced) or out.numel() > _MOST:
             return
         if out.numel() > _FEW:

@@ -389,7 +389,7 @@ class _Run:
         repeats = None
         # Calls are compared with those of real tensors, where all microbatches run.
         if can_repeat() and not request.full and not request.keeps_calls and request.timing is None:
-            repeats = Repeats(log, memory, request.steps)
+            repeats = Repeats(log, memory, routing, request.steps)
         steps = Steps(
             log, memory, request.steps, not request.until, request.timing, repeats, may_add_steps=request.may_add_steps
         )

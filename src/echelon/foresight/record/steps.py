@@ -42,6 +42,8 @@ _OF_STATIC_GRAPH = 3
 """First typical step of a DDP with a static graph: in the two before it, it reduces gradients after the backward."""
 _ALIKE = 0.01
 """Relative difference of FLOPs up to which steps are alike."""
+_LARGE = 1 << 20
+"""Bytes that a step leaves, from which on they are worth an assumption."""
 _CALLERS = tuple(os.path.join("torch", *parts) for parts in (("autograd", "__init__.py"), ("_tensor.py",)))
 """Files of torch between a backward and the code that calls it."""
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -324,6 +326,12 @@ class Steps:
                 f"steps are alike from now on: backward and optimizer of this one have {last / before:.3g} times the "
                 f"FLOPs of the one before (--steps {self.num_done + 1} foresees the next one)"
             )
+        at_begin, at_end = _bytes_of(self.live), _bytes_of(self._live_at_begin)
+        if at_end - at_begin > max(_ALIKE * at_begin, _LARGE) and self.num_done > 1 and not self._has_had_rounds:
+            log.assumptions.of(
+                f"memory stays as it is from now on: this step leaves {(at_end - at_begin) / 2**20:.3g} MiB more than "
+                f"it began with, as by tensors in a list (--steps {self.num_done + 1} foresees the next one)"
+            )
         entries = log.entries if self.entries is None else self.entries
         live = (each._replace(kind=log.kinds.get(each.storage, each.kind)) for each in self.live)
         return Trace(
@@ -345,6 +353,10 @@ class Steps:
 def _flops_of_training(entries: Sequence[Entry]) -> int:
     """Returns the FLOPs of a step without forwards: an evaluation has some, too."""
     return sum(each.flops for each in entries if type(each) is Kernel and each.phase in ("backward", "optimizer"))
+
+
+def _bytes_of(live: Sequence[Allocate]) -> int:
+    return sum(each.num_bytes for each in live if not each.on_host)
 
 
 def _has_parameters(optimizer: Optimizer) -> bool:

@@ -15,11 +15,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from operator import eq
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +27,14 @@ from torch import nn
 from echelon._torch_private.autograd import Backward, backward_with, is_in_backward, register_first_hook
 from echelon._torch_private.distributed import chunks_noted
 from echelon._torch_private.fake_results import Form, form_of, made_of
-from echelon._torch_private.states import state_of
+from echelon._torch_private.states import random_numbers, state_of, surroundings
 from echelon._torch_private.tensors import FakeTensor, tree_flatten, tree_unflatten, without_functions
 from echelon._torch_versions import REPEATS_NAMES, missing
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.log.log import Log
 from echelon.foresight.record.log.memory import Memory
 from echelon.foresight.record.log.segments import Counters, MovedSegment, Segment, moved
+from echelon.foresight.record.routing import Routing
 from echelon.foresight.trace import Entry, Free
 from echelon.replacements import Replacement
 
@@ -59,7 +59,7 @@ class _Moment(NamedTuple):
     storages: tuple[int | None, ...]
     """Storages of the module's tensors."""
     counts: tuple[int, ...]
-    """Counts of exchanged values, groups and streams, none of which a repeated call can make."""
+    """Counts of exchanged values, groups, streams and random numbers, none of which a repeated call can make."""
 
     @property
     def state(self) -> tuple[Hashable, Hashable, tuple[int | None, ...]]:
@@ -154,11 +154,10 @@ class _Pass:
 class Repeats:
     """Calls of modules of one rank that are repeated."""
 
-    def __init__(self, log: Log, memory: Memory, num_steps: int) -> None:
+    def __init__(self, log: Log, memory: Memory, routing: Routing, num_steps: int) -> None:
         self.num_repeated = 0
-        """Calls that did not run."""
         self._log = log
-        self._memory = memory
+        self._memory, self._routing = memory, routing
         self.num_left = num_steps
         self._depth = 0
         self._passes: list[_Pass] = []
@@ -238,16 +237,26 @@ class Repeats:
             storages = tuple(
                 self._memory.known(each) if isinstance(each, FakeTensor) else None for each in state.tensors
             )
-        facts = state.facts, log.stream, log.gpus.current, len(log.pending)
-        counts = log.num_exchanged, len(log.groups), log.new_stream.next
+            given = tuple(map(self._given, state.tensors, storages))
+        facts = state.facts, given, log.stream, log.gpus.current, len(log.pending)
+        counts = log.num_exchanged, len(log.groups), log.new_stream.next, random_numbers()
         return _Moment(len(log.entries), log.counters, facts, state.gradients, storages, counts)
+
+    def _given(self, tensor: object, number: int | None) -> Hashable:
+        """Returns the values of a tensor, and its place on the host, if one of them is known. Else None."""
+        if number is None or not isinstance(tensor, FakeTensor):
+            return None
+        host = self._memory.on_host.get(number)
+        found = host and (host.is_fixed, host.is_pinned), self._routing.summary(tensor)
+        return None if found == (None, None) else found
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
         """Returns a call with its facts. None if it cannot be repeated."""
         with without_functions():
+            if (settings := surroundings(module)) is None:
+                return None
             leaves, structure = tree_flatten((args, kwargs))
-            autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-            facts: list[Hashable] = [id(module), self._log.place(), str(structure), autocast]
+            facts: list[Hashable] = [id(module), self._log.place(), str(structure), settings]
             inputs: list[int] = []
             wanted: list[weakref.ref[torch.Tensor]] = []
             for leaf in leaves:
@@ -256,9 +265,9 @@ class Repeats:
                     # The gradient of another argument would flow on, or be added to one that is there.
                     if number is None or (leaf.requires_grad and not (leaf.is_leaf and leaf.grad is None)):
                         return None
-                    first = inputs.index(number) if number in inputs else len(inputs)
-                    facts.append((leaf.shape, leaf.stride(), leaf.dtype, first))
-                    facts.append(leaf.requires_grad)
+                    first = (*inputs, number).index(number)
+                    given = self._given(leaf, number)
+                    facts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, first, given))
                     inputs.append(number)
                     if leaf.requires_grad:
                         wanted.append(weakref.ref(leaf))
@@ -308,7 +317,9 @@ class Repeats:
                 form = form_of(leaf)
                 number = self._memory.known(leaf) if form is not None else None
                 is_new = number is not None and call.written.has_made(number)
-                if form is None or number is None or not is_new or number in [each.storage for each in outputs]:
+                is_new &= number not in [each.storage for each in outputs]
+                # The program may read known values.
+                if form is None or number is None or not is_new or self._routing.summary(leaf) is not None:
                     return None, []
                 if leaf.requires_grad:
                     differentiable.append((len(outputs), leaf))
@@ -322,14 +333,10 @@ class Repeats:
 
     def _are_equal(self, former: _Call, call: _Call) -> bool:
         """Whether two calls wrote equal entries."""
-        if former.structure != call.structure or former.leaves != call.leaves or former.is_steady != call.is_steady:
-            return False
-        if [(each.form, each.requires_grad) for each in former.outputs] != [
-            (each.form, each.requires_grad) for each in call.outputs
-        ]:
+        if _result(former) != _result(call):
             return False
         again = moved(former.written, [MovedSegment(former.written, call.begin.counters)], _storages(former, call))
-        return _is_equal(former.written, again, call.written)
+        return call.written.is_copy(former.written, again)
 
     @contextmanager
     def backward(self, is_whole: bool) -> Iterator[None]:
@@ -343,29 +350,30 @@ class Repeats:
 
     def _backward_begins(self, module: nn.Module, call: _Call, output: int, gradient: torch.Tensor) -> None:
         """Notes that the gradient of a result has arrived."""
-        with without_functions():
-            number = self._memory.known(gradient) if type(gradient) is FakeTensor else None
-        if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call or number is None:
+        if self._begin(module, call, output, gradient) is None:
             # A backward pass through several calls, or a part of the graph, leaves no segment for each call.
             self._excluded.add(module)
             if self._passes:
                 self._passes[0].is_whole = False
-            return
-        self._begin(self._passes[0], module, call, output, gradient, number)
 
-    def _begin(
-        self, backward: _Pass, module: nn.Module, call: _Call, output: int, gradient: torch.Tensor, number: int
-    ) -> None:
+    def _begin(self, module: nn.Module, call: _Call, output: int, gradient: torch.Tensor) -> _Pass | None:
+        """Begins the backward pass of a call. Returns None if it is not the only one of its backward."""
+        if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call:
+            return None
+        with without_functions():
+            if type(gradient) is not FakeTensor or (number := self._memory.known(gradient)) is None:
+                return None
+            form = gradient.shape, gradient.stride(), gradient.dtype
+        backward = self._passes[0]
         backward.module, backward.call, backward.gradient = module, call, number
         backward.begin = self._moment(module)
-        with without_functions():
-            form = gradient.shape, gradient.stride(), gradient.dtype
         facts, ran = backward.begin.facts, call.original or call
         # A repeated call has not changed its module as the call that it repeats did.
         before = call.begin if call.original is not None else call.end
         if not ran.is_steady and before is not None and facts == before.facts:
             facts = None
         backward.key = output, form, self._log.place(), facts, ran.is_steady and backward.begin.gradients
+        return backward
 
     def _backward_ends(self, backward: _Pass) -> None:
         call, begin, log = backward.call, backward.begin, self._log
@@ -418,10 +426,10 @@ class Repeats:
         return call.written.made | segment.made <= call.written.freed | segment.freed | results
 
     def _are_equal_backwards(self, former: _Backward, made: _Backward) -> bool:
-        if [each and each.form for each in former.gradients] != [each and each.form for each in made.gradients]:
+        if _forms(former.gradients) != _forms(made.gradients):
             return False
         again = _moved_backward(former, made.call, made.segment.begin, made.storages, made.gradient)
-        return _is_equal(former.segment, again, made.segment)
+        return made.segment.is_copy(former.segment, again)
 
     # Calls that do not run
 
@@ -478,26 +486,20 @@ class Repeats:
         self._num_open -= 1
         self._alone = None
         given = [(number, each) for number, each in enumerate(gradients) if each is not None]
-        if len(self._passes) != 1 or not self._passes[0].is_whole or self._passes[0].call or len(given) != 1:
+        backward = self._begin(module, call, *given[0]) if len(given) == 1 else None
+        if backward is None or backward.begin is None:
             raise NotRepeated
-        backward, (output, gradient) = self._passes[0], given[0]
-        with without_functions():
-            number = self._memory.known(gradient)
-        if number is None:
-            raise NotRepeated
-        self._begin(backward, module, call, output, gradient, number)
-        assert backward.begin is not None
         former = self._known[call.key].backwards.get(backward.key)
         if former is None:
             raise NotRepeated
         begin, counters = backward.begin, backward.begin.counters
-        for entry in _moved_backward(former, call, counters, begin.storages, number):
+        for entry in _moved_backward(former, call, counters, begin.storages, backward.gradient):
             if type(entry) is Free:
                 if entry.storage in call.held:
                     del call.held[entry.storage]  # the end of the storage writes the entry
                     continue
-                if entry.storage == number:
-                    self._memory.disown(gradient)
+                if entry.storage == backward.gradient:
+                    self._memory.disown(given[0][1])
             self._memory.append(entry)
         end = counters.plus(former.segment.end, former.segment.begin)
         self._log.counters = end
@@ -531,6 +533,14 @@ class _Repeated(torch.autograd.Function):
         return (None, None, None, None, *ctx.repeats.repeat_backward(ctx.module, ctx.call, gradients))
 
 
+def _forms(outputs: Iterable[_Output | None]) -> list[object]:
+    return [each and (each.form, each.requires_grad) for each in outputs]
+
+
+def _result(call: _Call) -> list[object]:
+    return [call.structure, call.leaves, call.is_steady, *_forms(call.outputs)]
+
+
 def _storages(
     former: _Call, call: _Call, states: tuple[Sequence[int | None], Sequence[int | None]] | None = None
 ) -> dict[int, int]:
@@ -556,15 +566,6 @@ def _moved_backward(
     storages = _storages(former.call, call, states) | {former.gradient: gradient}
     places = [MovedSegment(former.call.written, call.begin.counters), MovedSegment(former.segment, begin)]
     return moved(former.segment, places, storages)
-
-
-def _is_equal(former: Segment, again: Iterator[Entry], segment: Segment) -> bool:
-    """Whether a moved segment equals another one."""
-    return (
-        len(former.entries) == len(segment.entries)
-        and segment.begin.plus(former.end, former.begin) == segment.end
-        and all(map(eq, again, segment.entries))
-    )
 
 
 def _repeats_here() -> Repeats | None:

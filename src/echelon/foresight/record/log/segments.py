@@ -8,6 +8,7 @@ shifts all numbers of a kind by one distance. Other storages, such as those of p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from operator import eq
 from typing import NamedTuple
 
 from echelon.foresight.trace import Allocate, Collective, Copy, Entry, Free, HostKernel, Kernel, Message, Wait
@@ -46,6 +47,14 @@ class Segment(NamedTuple):
     def freed(self) -> set[int]:
         """Storages that gave memory back in it."""
         return {each.storage for each in self.entries if type(each) is Free}
+
+    def is_copy(self, former: Segment, again: Iterator[Entry]) -> bool:
+        """Whether this segment equals a former one, whose entries `again` yields with the numbers of this one."""
+        return (
+            len(former.entries) == len(self.entries)
+            and self.begin.plus(former.end, former.begin) == self.end
+            and all(map(eq, again, self.entries))
+        )
 
 
 class MovedSegment(NamedTuple):
