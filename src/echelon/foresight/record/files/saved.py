@@ -220,15 +220,15 @@ class CheckpointCalls:
         self, name: str, recording: Recording, original: Callable[..., Any], /, f: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Does as `torch.load`, or a function like it: a checkpoint that the program has saved is read as shapes."""
-        if isinstance(f, io.BytesIO) and not f.getbuffer():
-            raise UnsupportedOp(
-                f"{name} of an empty buffer at {recording.log.line()}: torch.save into memory is skipped: save to a "
-                "path, or copy the state by copy.deepcopy"
-            )
         is_path = isinstance(f, str | os.PathLike)
         found = self._checkpoint(recording, os.fsdecode(f), name) if is_path else None
         if isinstance(f, io.BytesIO):
             found = self._buffers.get(f)
+            if found is None and not f.getbuffer():
+                raise UnsupportedOp(
+                    f"{name} of an empty buffer at {recording.log.line()}: torch.save into memory is skipped: load "
+                    "from the same buffer, or save to a path"
+                )
         if original is not self._torch_load:
             if found is None:
                 return original(f, *args, **kwargs)
