@@ -213,7 +213,7 @@ class Routing:
         if (value := self._value(tensor)) is None and (value := known_value(tensor)) is None:
             return None
         with real_tensors():
-            return hashlib.blake2b(memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())).digest()
+            return hashlib.blake2b(value.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         found = self._values.get(id(tensor))
