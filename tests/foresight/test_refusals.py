@@ -197,7 +197,7 @@ def reads_a_buffer_back():
 
 
 def test_a_copy_of_a_buffer_that_a_skipped_save_left_empty_is_refused_by_one_line():
-    with pytest.raises(UnsupportedOp, match=r"^torch\.load of an empty buffer at .*test_refusals\.py:\d+: .*same buffer"):
+    with pytest.raises(UnsupportedOp, match=r"^torch\.load of an empty buffer at .*test_refusals\.py:\d+: .* same"):
         foresee(reads_a_buffer_back, 1)
 
 
