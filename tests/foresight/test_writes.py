@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -33,6 +34,7 @@ from echelon import UnsupportedOp, foresee
 from echelon.checkpoint.store import Store
 from echelon.foresight.record.run import Request, record, record_in_turn
 from echelon.foresight.trace import HostWait
+from echelon.hint import hint_of
 from echelon.launch.call import rank_call
 from tests.foresight import programs
 
@@ -604,3 +606,17 @@ def test_probes_of_a_library_while_it_is_imported_are_not_listed(tmp_path, monke
     skipped = record(importing, 2, args=(tmp_path,))[0].skipped
     assert [text.partition(" at ")[0] for text in skipped] == ["os.link", "os.symlink"]
     assert skipped[0].endswith("a_writer.py:3")
+
+
+def test_a_file_that_a_library_misses_hints_at_the_skipped_writes(tmp_path):
+    """As a cache of data that C++ reads, which does not find the files of the recording."""
+
+    def program():
+        os.makedirs(tmp_path / "cache")
+        os.statvfs(tmp_path / "cache")
+        raise FileNotFoundError("no data in cache")
+
+    with pytest.raises(FileNotFoundError) as caught:
+        foresee(program, 1)
+    words = r"writes of the program are skipped, such as os\.makedirs at .*test_writes\.py:\d+: make .*--allow-writes"
+    assert re.match(words, hint_of(caught.value))

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -53,6 +54,7 @@ from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
 from echelon.foresight.record.until import Until
 from echelon.foresight.trace import Message, Trace
 from echelon.group.group import ProcessGroup
+from echelon.hint import Hint
 from echelon.interop.torch_distributed import make_group
 from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
@@ -420,6 +422,7 @@ class _Run:
             raise
         except BaseException as error:
             if not self._world.scheduler.is_ending:
+                self._hint_at_skipped(rank, error)
                 self._failures.add(rank, refused(error))
                 self._end_others()
         finally:
@@ -500,6 +503,18 @@ class _Run:
         )
         if self._request.keeps_calls:
             self.answers[rank] = log.calls.of_all_steps()
+
+    def _hint_at_skipped(self, rank: int, error: BaseException) -> None:
+        """Adds a hint to an error about a file that is not there, if the program's writes were skipped."""
+        recording = self._recordings.get(rank)
+        if isinstance(error, FileNotFoundError) and recording is not None:
+            for first in islice(recording.log.skipped, 1):
+                error.add_note(
+                    Hint(
+                        f"writes of the program are skipped, such as {first}: make files that it needs, as a cache of "
+                        "data, before, or pass --allow-writes (allow_writes=True)"
+                    )
+                )
 
     def _end_others(self) -> None:
         """Ends the ranks that have not ended yet."""

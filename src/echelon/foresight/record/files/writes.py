@@ -49,7 +49,7 @@ _CHANGES = (
 )
 """Functions of `os` that change a file or a folder, by its path, and neither remove nor rename a file."""
 _RENAMES = ("rename", "replace", "renames")
-_READS = ("stat", "lstat", "access", "readlink", "chdir")
+_READS = ("stat", "lstat", "statvfs", "access", "readlink", "chdir")
 """Functions of `os` that a program calls to find its own files."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SHELLS = frozenset({"subprocess", "os"})
