@@ -419,6 +419,12 @@ def draw_by_a_generator():
     generator = torch.Generator(device).manual_seed(1)
     assert isinstance(torch.default_generator, torch.Generator)
     assert torch.randint(5, (3,), device=device, generator=generator).shape == (3,)
+    # As Accelerate makes the order of the data equal on all ranks.
+    for get, put in ((torch.get_rng_state, torch.set_rng_state), (generator.get_state, generator.set_state)):
+        put(get())
+        state = get().to(device)
+        dist.broadcast(state, 0)
+        put(state.cpu())
 
 
 ABSENT = "ranks that are not recorded contribute the values of a recorded one to"

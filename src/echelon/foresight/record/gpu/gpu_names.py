@@ -62,6 +62,7 @@ def gpu_names(num_devices: int, gpu: Gpu) -> list[tuple[Any, dict[str, Any]]]:
         (torch.accelerator, {**memory, **_accelerator_names(gpu)}),
         (torch.accelerator.memory, memory),
         (torch, {"Stream": streams.Stream, "Event": streams.Event, "Generator": _Generator}),
+        *((each, {"set_rng_state": _set_rng_state}) for each in (torch, torch.random)),
         (torch.Tensor, {"record_stream": _nothing}),
         (dist, {"is_nccl_available": _returning(True)}),
     ]
@@ -228,6 +229,25 @@ class _Generator(_GENERATOR, metaclass=_AnyGenerator):
     def device(self) -> torch.device:  # type: ignore[override]
         """Device that the program has asked for, which libraries compare with that of tensors."""
         return self._device if asked_by_program(2) else torch.device("cpu")
+
+    def set_state(self, new_state: Tensor) -> torch.Generator:
+        """Sets the state, unless its values are unknown, as those of one that another rank has sent."""
+        return super().set_state(new_state) if _is_known_state(new_state) else self
+
+
+_SET_RNG_STATE = torch.set_rng_state
+
+
+def _set_rng_state(new_state: Tensor) -> None:
+    if _is_known_state(new_state):
+        _SET_RNG_STATE(new_state)
+
+
+def _is_known_state(state: Tensor) -> bool:
+    recording = recording_here() if isinstance(state, FakeTensor) else None
+    if recording is not None:
+        recording.log.assume("a random generator keeps its state, since values of the new one are unknown")
+    return recording is None
 
 
 def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
