@@ -17,6 +17,7 @@ from echelon import _torch_versions
 from echelon._torch_private.modules import devices_as_on_gpu
 from echelon._torch_versions import (
     COMPILED_NAMES,
+    FLASH_NAMES,
     FLEX_NAMES,
     FSDP1_NAMES,
     FSDP2_NAMES,
@@ -35,7 +36,8 @@ from echelon.doctor import checkup
 from echelon.replacements import replaced
 
 ROOT = Path(__file__).parents[1]
-NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP1_NAMES + FSDP2_NAMES + REPEATS_NAMES + COMPILED_NAMES + FLEX_NAMES
+OF_FORECASTS = REPEATS_NAMES + COMPILED_NAMES + FLEX_NAMES + FLASH_NAMES
+NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP1_NAMES + FSDP2_NAMES + OF_FORECASTS
 
 
 def test_this_torch_has_every_private_name():

@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import tempfile
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_a_gpu_that_fails_is_named(monkeypatch):
 
 
 def test_a_folder_that_others_can_enter_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkup.SecretFile.__init__.__globals__["tempfile"], "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert checkup.secret_file_problem({}) == ""
     assert not list(tmp_path.iterdir()), "the folder was left behind"
     (tmp_path / f"echelon-{os.geteuid()}").mkdir(0o755)

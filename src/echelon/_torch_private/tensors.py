@@ -279,7 +279,8 @@ def code_of(operator: Any) -> FunctionType | None:
     None: it has several ones, or none. torch keeps it under private names.
     """
     made = OPDEFS.get(operator._schema.name)
-    return made._init_fn if made is not None and len(made._backend_fns) == 1 else None
+    # Only its instances have these names.
+    return getattr(made, "_init_fn", None) if len(getattr(made, "_backend_fns", ())) == 1 else None
 
 
 def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:
