@@ -64,7 +64,7 @@ def on_cuda(call):
         try:
             return dtypes_of(call, "cuda")
         finally:
-            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_enabled(device_type="cuda", enabled=False)
             torch.clear_autocast_cache()
             torch.set_autocast_dtype("cuda", torch.float16)
 

@@ -501,6 +501,8 @@ def looks_for_values_that_are_not_finite():
     assert not torch.logical_not(x.isfinite()).any()
     assert not (x.abs() == float("inf")).any()
     assert torch.isfinite(x).all()
+    assert torch.isfinite(x).sum() == x.numel()
+    assert not torch.isfinite(x).sum() != x.numel()
     steps(nn.Linear(8, 8).cuda(), torch.randn(2, 8, device="cuda"))
 
 

@@ -317,6 +317,7 @@ WAYS = {
     "a map": mapped,
     "a new map": new_map,
     "shared storages": shared_storages,
+    "a saved storage": lambda folder: torch.save(torch.zeros(3).untyped_storage(), folder / "new.bin"),
     "archives": zipped,
     "no buffer": unbuffered,
     "processes": lambda folder: (
@@ -620,3 +621,21 @@ def test_a_file_that_a_library_misses_hints_at_the_skipped_writes(tmp_path):
         foresee(program, 1)
     words = r"writes of the program are skipped, such as os\.makedirs at .*test_writes\.py:\d+: make .*--allow-writes"
     assert re.match(words, hint_of(caught.value))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", torch.device("cuda", 0), 0])
+def test_files_of_safetensors_give_shapes(tmp_path, device):
+    """safetensors reads tensors of a GPU by the address of pinned memory, which a recorded tensor does not have."""
+    path = tmp_path / "x.safetensors"
+    save_file({"weight": torch.ones(3, 4, dtype=torch.bfloat16), "count": torch.tensor([7])}, path)
+
+    def program():
+        with safe_open(path, framework="pt", device=device) as file:
+            weight, part = file.get_tensor("weight"), file.get_slice("weight")[:2]
+            assert (weight.shape, weight.dtype, part.shape) == ((3, 4), torch.bfloat16, (2, 4))
+            assert weight.is_cuda == part.is_cuda == (device != "cpu")
+            assert file.get_slice("weight").get_shape() == [3, 4]
+            assert file.get_tensor("count").item() == 7
+        assert load_file(path, device=device)["weight"].is_cuda == (device != "cpu")
+
+    record(program, 1)

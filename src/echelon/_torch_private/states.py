@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import weakref
@@ -89,8 +90,8 @@ def surroundings(module: nn.Module) -> Hashable | None:
 def random_numbers() -> int:
     """Returns a number for the state of the generators of Python and NumPy: another one if a number was drawn."""
     numpy = sys.modules.get("numpy")
-    _, words, position, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
-    return hash((random.getstate(), bytes(words), position))
+    state = None if numpy is None else numpy.random.get_state(legacy=False)  # a dict for any generator
+    return hash((random.getstate(), None if state is None else pickle.dumps(state)))
 
 
 def _fsdp2_state(module: nn.Module) -> Any:
@@ -175,7 +176,7 @@ def _plain(value: object) -> Hashable:
     """Returns a plain value, or the plain values in a list. None for others."""
     if isinstance(value, _LISTS):
         inner = value.values() if isinstance(value, dict) else value
-        return len(value), *(each for each in inner if len(value) <= _MOST and isinstance(each, _PLAIN))
+        return len(value), *(each for each in (inner if len(value) <= _MOST else ()) if isinstance(each, _PLAIN))
     return value if isinstance(value, _PLAIN) else None
 
 

@@ -37,7 +37,6 @@ from echelon.foresight.record.kernels.onednn import HAS_SCRATCH, scratch, with_w
 from echelon.foresight.record.kernels.operators import (
     INTO_A_PART,
     KEEPS_TERMS,
-    NEGATES,
     TAKES_MASKS,
     Documents,
     Operation,
@@ -45,6 +44,7 @@ from echelon.foresight.record.kernels.operators import (
     begins_of_documents,
     finds_overflow,
     flops_and_shape,
+    is_negation,
     launches_of,
     operator,
 )
@@ -434,11 +434,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow_overflow(self, operation: Operation, before: Sequence[int], results: Iterable[Tensor]) -> None:
         """Notes results that say whether values are infinite or not a number, by themselves or by their inputs."""
-        name, found = operation.facts.name, self._of_overflow
+        found = self._of_overflow
         if (says := finds_overflow(operation)) is None and found and before:
             said = {found.get(each) for each in before}
             says = said.pop() if len(said) == 1 else None
-            says = says if says is None else says != (name in NEGATES)
+            says = says if says is None else says != is_negation(operation)
         if says is not None:
             found.update((self.memory.number(each), says) for each in results)
 

@@ -376,8 +376,8 @@ class Routing:
             self._assume(text if size is None else "each element is repeated equally often")
         with real_tensors():
             if value is None and size is not None:
-                parts = torch.empty(size).tensor_split(max(1, source.numel()))
-                value = torch.tensor([len(each) for each in parts[: source.numel()]], dtype=source.dtype)
+                number = source.numel()
+                value = (torch.arange(number) < size % max(1, number)).to(source.dtype) + size // max(1, number)
             value = assumed(torch.empty(source.shape, dtype=source.dtype)) if value is None else value
             made = func(value, *(None if isinstance(each, Tensor) else each for each in args[1:]), **kwargs)
         results = []

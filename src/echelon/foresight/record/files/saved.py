@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon._torch_private.tensors import FakeTensor, real_tensors, tree_leaves
 from echelon.checkpoint.ranks.saving import Handle
@@ -86,6 +86,39 @@ class Saved:
         return next((each for each in reversed(found) if each.moment <= moment), None)
 
 
+class _OnGpu:
+    """File of safetensors, or a slice of one of its tensors, whose tensors go to a GPU.
+
+    safetensors itself would write to the address of pinned memory, which a recorded tensor does not have.
+    """
+
+    def __init__(self, inner: Any, device: Any) -> None:
+        self._inner, self._device = inner, device
+
+    def __enter__(self) -> _OnGpu:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inner.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part: Tensor = self._inner[index]
+        return part.to(self._device)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Returns a tensor of the file."""
+        tensor: Tensor = self._inner.get_tensor(name)
+        return tensor.to(self._device)
+
+    def get_slice(self, name: str) -> _OnGpu:
+        """Returns a tensor of the file, of which an index reads a part."""
+        return _OnGpu(self._inner.get_slice(name), self._device)
+
+
 class CheckpointCalls:
     """Functions by which a recorded program saves checkpoints and finds them again."""
 
@@ -117,7 +150,7 @@ class CheckpointCalls:
             state_of = nn.Module.state_dict
             yield with_new(safetensors.save_model, self._save, "safetensors.torch.save_model", state_of)
             yield with_new(safetensors.load_file, self._load, "safetensors.torch.load_file")
-            yield with_new(safetensors.safe_open, self._load_apart, "safetensors.safe_open")
+            yield with_new(safetensors.safe_open, self._open)
             arrays: Any = importlib.import_module("safetensors.numpy")
             yield with_new(arrays.save_file, skip, "safetensors.numpy.save_file", nothing)
 
@@ -154,7 +187,8 @@ class CheckpointCalls:
         **kwargs: Any,
     ) -> None:
         """Does as `torch.save`, or a function like it: the file has shapes, and takes no space."""
-        if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):  # as a tensor with values is pickled
+        is_storage = isinstance(obj, torch.UntypedStorage | torch.TypedStorage)  # as a tensor with values is pickled
+        if is_storage and self._path_of(recording, file) is None:
             self._torch_save(obj, file, *args, **kwargs)
             return
         recording.log.skip(name)
@@ -263,6 +297,15 @@ class CheckpointCalls:
         if path is not None and self._checkpoint(recording, path, name) is not None:
             raise UnsupportedOp(f"{name} of {path} at {recording.log.line()}: the script wrote it, and {_NOT_READ}")
         return original(*args, **kwargs)
+
+    def _open(self, recording: Recording, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Opens a file of safetensors, also for a GPU."""
+        device = args[2] if len(args) > 2 else kwargs.get("device")
+        is_for_gpu = type(device) is int or is_gpu(device)
+        if is_for_gpu:
+            args, kwargs = args[:2], {**kwargs, "device": "cpu"}
+        file = self._load_apart("safetensors.safe_open", recording, original, *args, **kwargs)
+        return _OnGpu(file, device) if is_for_gpu else file
 
     def _checkpoint(self, recording: Recording, path: str, name: str) -> str | None:
         """Returns the file of a checkpoint that the program has saved to a path. None if it has saved none.

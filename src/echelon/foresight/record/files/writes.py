@@ -341,10 +341,11 @@ class _Files:
         folder = os.fspath(path) if is_text else ""
         written = recording.log.overlay.names_in(folder) if is_text else []
         entries = self._read(recording, original, path)
-        if not written:
+        is_own = is_text and self._checkpoints.find(recording, folder) is not None  # its real path is another one
+        if not written and not is_own:
             return entries
         with entries:
-            found: dict[str, Any] = {each.name: each for each in entries}
+            found: dict[str, Any] = {each.name: _Entry(folder, each.name) if is_own else each for each in entries}
         return _Scan([*found.values(), *(_Entry(folder, each) for each in written if each not in found)])
 
     def _list(self, recording: Recording, original: Callable[..., list[Any]], path: Any = ".") -> list[Any]:

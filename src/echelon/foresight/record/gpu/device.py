@@ -436,7 +436,7 @@ def _with_numbers(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
         args: the arguments.
         at: position of the numbers.
     """
-    if len(args) <= at or not isinstance(args[at], list | tuple):
+    if len(args) <= at or not isinstance(args[at], list | tuple | torch.UntypedStorage):
         return args
     return *args[:at], _numbers(args[at]), *args[at + 1 :]
 
@@ -444,6 +444,9 @@ def _with_numbers(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
 def _numbers(data: Any) -> Any:
     if isinstance(data, FakeTensor):
         return data.item() if data.ndim == 0 or data.numel() == 1 else data.tolist()
+    if isinstance(data, torch.UntypedStorage):  # of a file that safetensors has opened
+        with real_tensors():
+            return torch.asarray(data, dtype=torch.uint8).numpy()
     if isinstance(data, list | tuple) and any(isinstance(each, list | tuple | FakeTensor) for each in data):
         return [_numbers(each) for each in data]
     return data
@@ -474,7 +477,7 @@ def _copied_with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return func(*args, **kwargs)
 
 
-_WRITABLE = 1 << 24
+_WRITABLE = 1 << 20
 """Elements up to which an array of assumed values has memory of its own."""
 _Special: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -214,6 +214,10 @@ def _flexible_attention(recording: Recording, _: Callable[..., Any], *args: Any,
     is_masked = getattr(mask[-1], "__name__", "") != "noop_mask"
     text = "flex_attention takes the time of flash attention"
     recording.log.assume(f"{text}, and its mask that of a causal one" if is_masked else text)
+    if is_masked and query.shape[-2] != key.shape[-2]:
+        # As in context parallelism: a part of the queries, which sees half of the pairs.
+        key, value = (each[..., : -(-key.shape[-2] // 2), :] for each in (key, value))
+        is_masked = False
     given = {"is_causal": is_masked, "scale": scale, "enable_gqa": True}
     out = attention(nn.functional.scaled_dot_product_attention, (query, key, value), given)
     sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
@@ -304,8 +308,9 @@ def _set_autocast_dtype(_: Recording, original: Callable[..., None], device_type
         original("cpu", dtype)
 
 
-def _enable_autocast(_: Recording, original: Callable[..., None], *args: Any) -> None:
+def _enable_autocast(_: Recording, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Enables or disables autocast of a device, by default that of a GPU."""
+    args = (*args, *(kwargs[each] for each in ("device_type", "enabled") if each in kwargs))
     device_type, is_enabled = args if len(args) > 1 else ("cuda", *args)
     if device_type == "cuda":
         torch.set_autocast_dtype("cuda", torch.get_autocast_dtype("cuda"))

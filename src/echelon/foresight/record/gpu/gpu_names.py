@@ -339,7 +339,9 @@ def set_device(device: Any) -> None:
 
 
 def _number(device: Any) -> int | None:
-    return device if isinstance(device, int) else torch.device(device).index
+    if isinstance(device, str | torch.device):
+        return torch.device(device).index
+    return device if isinstance(device, int) else None
 
 
 class _Device:

@@ -44,6 +44,7 @@ _NO_KERNEL = frozenset(
         "_nested_tensor_from_mask_left_aligned",
         "is_nonzero",
         "_assert_tensor_metadata",
+        "_resize_output_",
         "resize_storage_bytes_",
         "unsafe_split",
         "unsafe_chunk",
@@ -55,7 +56,7 @@ _NO_KERNEL = frozenset(
 _READS = frozenset({"_local_scalar_dense", "allclose", "item", "equal", "is_nonzero"})
 _FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
 """Operators whose last output says if values are infinite or not a number."""
-NEGATES = frozenset({"eq", "le", "lt", "logical_not", "bitwise_not"})
+_NEGATES = frozenset({"eq", "le", "lt", "logical_not", "bitwise_not"})
 """Operators that are true of numbers that are 0, as in `x.isnan().sum() == 0`."""
 TAKES_MASKS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "masked_select"})
 """Operators whose arguments after the first can be masks, so that shapes depend on values."""
@@ -88,8 +89,6 @@ _OF_TORCH = frozenset(
     | {"torch_attn", "fsdp", "symm_mem", "inductor", "inductor_prims", "rngprims", "quantized", "mkldnn", "onednn"}
 )
 """Namespaces of torch's operators. Others are those of the program and its libraries."""
-_COMMUNICATION = frozenset({"distributed", "_c10d_functional"})
-"""Attributes of torch and of its operators by which a function communicates."""
 _CHUNK = 32
 """Number of tensors that one kernel of a multi-tensor operator takes, roughly."""
 
@@ -184,7 +183,7 @@ def _communicating(function: FunctionType | None) -> FunctionType | None:
     for each in found:
         names = _names_in(each.__code__)
         values = [each.__globals__.get(name) for name in names]
-        if not _COMMUNICATION.isdisjoint(names) or any(map(_is_of_distributed, values)):
+        if {"torch", "distributed"} <= names or "_c10d_functional" in names or any(map(_is_of_distributed, values)):
             return function
         called = (value for value in values if isinstance(value, FunctionType) and value not in found)
         found += [value for value in called if not is_foreign(value.__code__.co_filename)]
@@ -229,6 +228,13 @@ def finds_overflow(operation: Operation) -> bool | None:
     if name in ("eq", "ne") and (args[0] is args[1] or (isinstance(args[1], float) and math.isinf(args[1]))):
         return (name == "ne") == (args[0] is args[1])
     return None
+
+
+def is_negation(operation: Operation) -> bool:
+    """Whether an operator is true of numbers that are 0: also `!=`, but not `==`, if compared with another number."""
+    name, args = operation.facts.name, operation.args
+    is_other = name in ("eq", "ne") and isinstance(args[1], int | float) and args[1] != 0
+    return (name in _NEGATES) != is_other
 
 
 def launches_of(facts: Operator, args: Sequence[Any]) -> int:
@@ -443,8 +449,7 @@ def _attention_flops(
     _, heads, _, queries, keys, width, width_of_values, num_queries = sizes
     flops = _with_backward(2 * num_queries * heads * keys * (width + width_of_values), _first_of(name))
     is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
-    # In context parallelism a rank has a part of the queries, which sees half of the pairs on average, too.
-    return flops // 2 if is_causal and queries > 1 else flops
+    return flops // 2 if is_causal and queries == keys else flops
 
 
 def _with_backward(products: int, is_backward: int) -> int:
