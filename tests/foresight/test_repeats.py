@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import echelon
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.devices import device_named
 from echelon.foresight.play.player import play
@@ -48,10 +49,10 @@ def example(monkeypatch, *args):
     return main
 
 
-def accumulated(*, change=None, criterion=nn.functional.mse_loss):
+def accumulated(*, change=None, criterion=nn.functional.mse_loss, wrap=DistributedDataParallel):
     """DDP with gradients that are accumulated over some microbatches."""
     device = programs.begin()
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device))
+    model = wrap(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device))
     optimizer = torch.optim.AdamW(model.parameters())
     while True:
         for number in range(MICROBATCHES):
@@ -78,10 +79,11 @@ def do_the_same(program):
     assert digest(fast) == digest(full)
 
 
-def test_accumulated_gradients(repeated):
-    agree(accumulated, 2)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, echelon.DDP])
+def test_accumulated_gradients(repeated, wrap):
+    agree(partial(accumulated, wrap=wrap), 2)
     assert len(repeated) >= MICROBATCHES - 4, repeated
-    assert set(repeated) == {"DistributedDataParallel"}
+    assert set(repeated) == {wrap.__name__}
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import pickle
 import random
 import sys
@@ -10,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from enum import Enum
 from itertools import chain
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ _ORDERS = frozenset({"_post_forward_indices", "post_forward_order"})
 _ACCUMULATED = "unsharded_accumulated_grad"
 """Gradient that FSDP2 keeps while microbatches add to it."""
 _OF_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_OWN = __name__.partition(".")[0]
 _LISTS = (list, tuple, dict, set, deque)
 _MOST = 1000
 """Elements of a list up to which its numbers are facts."""
@@ -72,12 +75,15 @@ def state_of(module: nn.Module) -> ModuleState:
 def surroundings(module: nn.Module) -> Hashable | None:
     """Returns the settings of torch that a call of a module depends on. None if hooks of tensors see its graph.
 
-    Such hooks are functions of the program or of torch, and may differ in each call or count their calls.
+    Such hooks are functions of the program or of torch, and may differ in each call or count their calls. Those of
+    this package's own DDP do not.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None
-    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters()):
-        return None
+    for each in module.parameters():
+        hooks = (*(each._backward_hooks or {}).values(), *(each._post_accumulate_grad_hooks or {}).values())
+        if any(type(hook).__module__.partition(".")[0] != _OWN for hook in hooks):
+            return None
     cuda: Any = torch.backends.cuda
     return (
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
@@ -138,7 +144,7 @@ class _Found:
         """Adds plain variables that a function of the program refers to, such as a counter of its calls."""
         function = getattr(function, "__func__", function)
         if isinstance(function, FunctionType) and _is_of_program(function):
-            names = [function.__globals__.get(name) for name in function.__code__.co_names]
+            names = [function.__globals__.get(name) for name in _globals_in(function.__code__)]
             self.facts.append((*map(_plain, names), *map(_in_cell, function.__closure__ or ())))
 
     def describe_object(self, value: Any) -> None:
@@ -163,6 +169,12 @@ class _Found:
     def _describe_gradient(self, gradient: torch.Tensor | None) -> None:
         self.gradients.append(None if gradient is None else (gradient.shape, gradient.dtype))
         self.tensors.append(None if gradient is None else local_part(gradient))
+
+
+@functools.cache
+def _globals_in(code: CodeType) -> tuple[str, ...]:
+    """Returns the names of the global variables that code reads. `co_names` has the names of attributes, too."""
+    return tuple(dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"))
 
 
 def _in_cell(cell: CellType) -> Hashable:

@@ -1,9 +1,10 @@
 """Choice of the ranks that are recorded, one for each role, and of the role that represents each rank. Pure.
 
-A rank is a point in the grid that the groups of recorded ranks and the hosts span, such as data parallel x tensor
-parallel. Along each axis both ends are recorded, and a point between them if both are even or both are odd. If they do
-the same, all points between them are assumed to do the same; if not, the axis is divided: next to its first point, next
-to its last one, then in the middle, and so on. This divides the grid into boxes, each with the role of its corner.
+A rank is a point in the grid that the groups of recorded ranks span, such as data parallel x tensor parallel, and the
+hosts, if the first rank of a host differs from the last one of another. Along each axis both ends are recorded, and a
+point between them if both are even or both are odd. If they do the same, all points between them are assumed to do the
+same; if not, the axis is divided: next to its first point, next to its last one, then in the middle, and so on. This
+divides the grid into boxes, each with the role of its corner.
 
 The last rank and random ones are recorded to confirm this: one in each box, but only one for all boxes in the middle of
 an axis, such as the stages of a pipeline between the first and the last one. Where such a rank differs from its corner,
@@ -115,7 +116,9 @@ class Roles:
                 self._fold(range(self.world_size))
             return left
         if self._axes is None:
-            self._axes = axes_of(self.traces[min(self.traces)], self.ranks_of_host)
+            if missing := self._choose_axes():
+                return sorted(missing | self._drawn(range(self.world_size), missing))
+            assert self._axes is not None
         grid = Box(tuple(range(axis.size) for axis in self._axes))
         boxes, missing = self._divided(grid)
         if missing:
@@ -133,6 +136,22 @@ class Roles:
         return sorted(self._unanswered(roles)) or sorted(self._confirmation(boxes))
 
     # Boxes
+
+    def _choose_axes(self) -> set[int]:
+        """Chooses the axes of the grid, or returns the ranks that have to be recorded first."""
+        first = self.traces[0]
+        self._axes, divided = axes_of(first), axes_of(first, self.ranks_of_host)
+        if divided == self._axes:
+            return set()
+        size, stride = next(one for one, other in zip(self._axes, divided, strict=False) if one != other)
+        # A program that asks for LOCAL_RANK mostly does something else on the first rank of each host.
+        others = self.ranks_of_host, (size - 1) * stride
+        missing = self._unrecorded([*others, self.world_size - 1])
+        if missing:
+            self._axes = None
+        elif self.digests[others[0]] != self.digests[others[1]]:
+            self._axes = divided
+        return missing
 
     def _divided(self, box: Box, cut: tuple[int, int] | None = None) -> tuple[list[Box], set[int]]:
         """Divides a box by its axes. Returns its parts, or the ranks that have to be recorded first.
@@ -169,8 +188,10 @@ class Roles:
         while index < len(edges) - 1:
             low, high = edges[index], edges[index + 1]
             differ = self.digests[rank(low)] != self.digests[rank(high)]
-            # Even and odd ranks often differ: a distance that is even would leave out one of the two.
-            if high - low > 1 and (differ or (high - low) % 2 == 0):
+            # Even and odd ranks often differ: a distance that is even would leave out one of the two. Looked for at the
+            # begin of the range, where the first rank alone may differ, and behind parts that differ.
+            may_alternate = (high - low) % 2 == 0 and (low <= along[0] + 1 or len(begins) > 2)
+            if high - low > 1 and (differ or may_alternate):
                 # Often the first or the last rank alone differs, as one that prints.
                 is_first = low == along[0] or not differ
                 middle = low + 1 if is_first else high - 1 if high == along[-1] else (low + high) // 2
