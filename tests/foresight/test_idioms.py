@@ -643,3 +643,29 @@ def test_a_newer_flash_attention_need_not_be_installed():
     seen = foresee(program, 1)
     assert seen.assumptions[1].startswith("flash attention of version 3 or 4 takes the time of version 2")
     assert current_flash_attention_impl() is None
+
+
+class WithNames(nn.Module):
+    """Wrapper that has attributes of its own by names of `nn.Module`, as Megatron's DDP has."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(8, 8)
+        self.buffers, self.parameters_of = [], list(self.parameters())
+        self.parameters = self.modules = None
+
+    def forward(self, x):
+        return self.module(x.cuda())
+
+
+def test_a_module_may_give_other_values_to_names_of_modules():
+    def program():
+        model = WithNames().cuda()
+        optimizer = torch.optim.SGD(model.parameters_of)
+        for _ in range(2):
+            for _ in range(3):
+                model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+
+    seen = foresee(program, 1)
+    assert sum(each.flops for each in seen.traces[0].entries if isinstance(each, Kernel)) == 3 * 2 * 2 * 2 * 8 * 8

@@ -419,8 +419,11 @@ def draw_by_a_generator():
     generator = torch.Generator(device).manual_seed(1)
     assert isinstance(torch.default_generator, torch.Generator)
     assert torch.randint(5, (3,), device=device, generator=generator).shape == (3,)
-    # As Accelerate makes the order of the data equal on all ranks.
-    for get, put in ((torch.get_rng_state, torch.set_rng_state), (generator.get_state, generator.set_state)):
+    # As Accelerate makes the order of the data equal on all ranks. Megatron sets states of `torch.cuda` this way.
+    of_gpu = torch.cuda.default_generators[device.index]
+    of_gpu.set_state(torch.cuda.get_rng_state())
+    for each in (torch, generator, torch.Generator(), of_gpu):
+        get, put = (each.get_rng_state, each.set_rng_state) if each is torch else (each.get_state, each.set_state)
         put(get())
         state = get().to(device)
         dist.broadcast(state, 0)

@@ -58,7 +58,7 @@ class ModuleState(NamedTuple):
 def state_of(module: nn.Module) -> ModuleState:
     """Returns the state of a module as it is now."""
     found = _Found()
-    for each in module.modules():
+    for each in nn.Module.modules(module):
         hooks = [getattr(each, name) for name in _HOOKS]
         found.facts.append((id(each), type(each), *map(tuple, hooks)))
         for function in (each.forward, *chain.from_iterable(map(dict.values, hooks))):
@@ -80,7 +80,7 @@ def surroundings(module: nn.Module) -> Hashable | None:
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None
-    for each in module.parameters():
+    for each in nn.Module.parameters(module):
         hooks = (*(each._backward_hooks or {}).values(), *(each._post_accumulate_grad_hooks or {}).values())
         if any(type(hook).__module__.partition(".")[0] != _OWN for hook in hooks):
             return None

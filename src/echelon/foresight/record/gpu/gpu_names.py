@@ -230,9 +230,13 @@ class _Generator(_GENERATOR, metaclass=_AnyGenerator):
         """Device that the program has asked for, which libraries compare with that of tensors."""
         return self._device if asked_by_program(2) else torch.device("cpu")
 
+    def get_state(self) -> Tensor:
+        """Returns the state, which has 16 bytes for a GPU."""
+        return super().get_state() if self._device.type == "cpu" else _random_state()
+
     def set_state(self, new_state: Tensor) -> torch.Generator:
-        """Sets the state, unless its values are unknown, as those of one that another rank has sent."""
-        return super().set_state(new_state) if _is_known_state(new_state) else self
+        """Sets the state, unless it is of a GPU, or its values are unknown, as of one that another rank has sent."""
+        return super().set_state(new_state) if self._device.type == "cpu" and _is_known_state(new_state) else self
 
 
 _SET_RNG_STATE = torch.set_rng_state
@@ -280,7 +284,7 @@ def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
         "init": _nothing,
         "_lazy_init": _nothing,
         "device_count": _device_count,
-        "default_generators": tuple(torch.Generator() for _ in range(num_devices)),
+        "default_generators": tuple(_Generator(f"cuda:{number}") for number in range(num_devices)),
         "current_device": _current_device,
         "set_device": set_device,
         "device": _Device,

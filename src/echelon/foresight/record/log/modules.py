@@ -62,7 +62,8 @@ class Modules:
             self._name_all(module)
             name = self._names[module]
             if self._placement is not None and _moves(module):
-                self._placement.forget((*module.parameters(), *module.buffers()))
+                # A program may give these names to attributes of its own, as Megatron does.
+                self._placement.forget((*nn.Module.parameters(module), *nn.Module.buffers(module)))
                 if module not in self._placement.still:
                     module.register_forward_pre_hook(self._moved_by, with_kwargs=True)
                     # torch calls a new hook only from the next call on.
@@ -71,8 +72,8 @@ class Modules:
                     kwargs = given if isinstance(given, dict) else {}
                     moved, keywords = self._moved_by(module, args, kwargs)
                     kwargs.update(keywords)
-            if any(map(_moves, module.modules())):
-                self._settled.update(module.modules())
+            if any(map(_moves, nn.Module.modules(module))):
+                self._settled.update(nn.Module.modules(module))
         if self._placement is not None and module not in self._settled:
             self._settled.add(module)
             self._placement.called(module, (args, sys._getframe(1).f_locals.get("kwargs")))
@@ -120,16 +121,16 @@ class Modules:
             self._names[root] = f"{list(self._log.modules)[self._stack[-1]]}.{type(root).__name__}"
             return
         first = ["module"] if type(root).__name__ in _HOLDERS else None
-        for path, module in root.named_modules():
+        for path, module in nn.Module.named_modules(root):
             parts = [part for part in path.split(".") if part not in _WRAPPERS]
             if parts[:1] == first:
                 parts = parts[1:]
             self._names[module] = name = ".".join(parts) or type(module).__name__
-            for parameter in module.parameters(recurse=False):
+            for parameter in nn.Module.parameters(module, recurse=False):
                 self._of_parameters[parameter] = name
             # Those that are trained are known by their optimizer. Others are frozen, as of a teacher. In their places
             # `functional_call` puts tensors of other kinds, such as fast weights.
-            own = (each for each in module.parameters(recurse=False) if isinstance(each, nn.Parameter))
+            own = (each for each in nn.Module.parameters(module, recurse=False) if isinstance(each, nn.Parameter))
             self._memory.mark(own, "parameters")
         self._names.setdefault(root, type(root).__name__)  # a wrapper may leave itself out
 

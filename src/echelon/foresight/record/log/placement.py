@@ -253,7 +253,7 @@ class Placement:
         if not self._memory.on_gpu:
             return
         memory = self._memory
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        own = (*nn.Module.parameters(module, recurse=False), *nn.Module.buffers(module, recurse=False))
         unknown = [
             (number, each)
             for number, each in zip(map(memory.number_inside, own), own, strict=True)
