@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import pickle
 import random
 import sys
 import weakref
@@ -96,8 +95,9 @@ def surroundings(module: nn.Module) -> Hashable | None:
 def random_numbers() -> int:
     """Returns a number for the state of the generators of Python and NumPy: another one if a number was drawn."""
     numpy = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state(legacy=False)  # a dict for any generator
-    return hash((random.getstate(), None if state is None else pickle.dumps(state)))
+    state = {"state": {}} if numpy is None else numpy.random.get_state(legacy=False)  # a dict for any generator
+    numbers = [each if isinstance(each, int) else each.tobytes() for each in state["state"].values()]
+    return hash((random.getstate(), *numbers, state.get("gauss")))
 
 
 def _fsdp2_state(module: nn.Module) -> Any:
