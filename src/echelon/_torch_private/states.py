@@ -74,8 +74,8 @@ def state_of(module: nn.Module) -> ModuleState:
 def surroundings(module: nn.Module) -> Hashable | None:
     """Returns the settings of torch that a call of a module depends on. None if hooks of tensors see its graph.
 
-    Such hooks are functions of the program or of torch, and may differ in each call or count their calls. Those of
-    this package's own DDP do not.
+    Such hooks are functions of the program or of torch, and may differ in each call or count their calls. Hooks of
+    this package do not.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None

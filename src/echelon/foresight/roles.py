@@ -1,10 +1,10 @@
 """Choice of the ranks that are recorded, one for each role, and of the role that represents each rank. Pure.
 
-A rank is a point in the grid that the groups of recorded ranks span, such as data parallel x tensor parallel, and the
-hosts, if the first rank of a host differs from the last one of another. Along each axis both ends are recorded, and a
-point between them if both are even or both are odd. If they do the same, all points between them are assumed to do the
-same; if not, the axis is divided: next to its first point, next to its last one, then in the middle, and so on. This
-divides the grid into boxes, each with the role of its corner.
+A rank is a point in the grid that the groups of recorded ranks span, such as data parallel x tensor parallel. The hosts
+are an axis, too, if the first rank of a host differs from the last one of another. Along each axis both ends are
+recorded, and a point between them if both are even or both are odd. If they do the same, all points between them are
+assumed to do the same; if not, the axis is divided: next to its first point, next to its last one, then in the middle,
+and so on. This divides the grid into boxes, each with the role of its corner.
 
 The last rank and random ones are recorded to confirm this: one in each box, but only one for all boxes in the middle of
 an axis, such as the stages of a pipeline between the first and the last one. Where such a rank differs from its corner,
