@@ -119,7 +119,6 @@ def test_sixteen_ranks_agree(simulated, family, name):
     assert any(result.own is not None or result.everywhere is not None for result in results)
 
 
-@pytest.mark.filterwarnings("ignore:.*functional optimizers:DeprecationWarning")
 def test_callbacks_of_several_buckets_may_communicate():
     """Over Gloo and Echelon they may begin in another order on each rank, over NCCL in the order of the buckets."""
     # Here, where their warnings are ignored.
