@@ -12,13 +12,12 @@ ends the recording: it is then done again, with all microbatches.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -304,7 +303,7 @@ class Repeats:
             known.call = call
         for number, leaf in differentiable:
             # Before other hooks, such as FSDP2's, which write entries of the backward pass.
-            register_first_hook(leaf, functools.partial(self._backward_begins, module, call, number))
+            register_first_hook(leaf, partial(self._backward_begins, module, call, number))
 
     def _outputs(
         self, call: _Call, leaves: Sequence[Any]
